@@ -27,12 +27,12 @@ from numpy.typing import NDArray
 
 from hvlike.backends.arithmetic.reduce_op import ReduceOp
 from hvlike.collectives.api.allreduce import allreduce
-from hvlike.collectives.persistent.planned_reducer import PlannedReducer
 from hvlike.collectives.requests.plan import BucketSizes
 from hvlike.collectives.requests.process_set import ProcessSet
 from hvlike.collectives.session.context import current
 from hvlike.config import Config
 from hvlike.errors import UsageError
+from hvlike.training.gradients.planned_reducer import PlannedReducer
 
 BUCKET_BYTES = tuple(mebibytes << 20 for mebibytes in (1, 2, 4, 8, 16, 32, 64, 128))
 FIRST_SHARES = (1, 4, 16)  # How many times smaller the first bucket may be, so that communication starts earlier

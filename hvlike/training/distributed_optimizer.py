@@ -18,8 +18,8 @@ from hvlike.collectives.compression import Compression, CompressorLike
 from hvlike.collectives.requests.process_set import ProcessSet, global_process_set
 from hvlike.collectives.session.context import current
 from hvlike.errors import UsageError
-from hvlike.training import usage_errors
 from hvlike.training.broadcast import broadcast_optimizer_state, broadcast_tensors, named_tensors
+from hvlike.training.gradients import usage_errors
 from hvlike.training.gradients.adasum_deltas import AdasumDeltas
 from hvlike.training.gradients.grad_state import Phase
 from hvlike.training.gradients.gradients import Gradients

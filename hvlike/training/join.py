@@ -32,8 +32,8 @@ from hvlike.collectives.requests.request import Handle, RequestKey, RequestSpec
 from hvlike.collectives.session.context import current
 from hvlike.errors import HorovodInternalError, InputsExhaustedError, JoinError, NotJoinableError, UsageError
 from hvlike.training.gradients.reduction import ranks_of_group
+from hvlike.training.gradients.usage_errors import warn_user
 from hvlike.training.joinable import BuiltInHook, Joinable, JoinConfig, JoinHook
-from hvlike.training.usage_errors import warn_user
 from hvlike.transport.loop.coroutine import Coroutine
 
 WARN_THRESHOLD = 1000  # Iterations that a rank may miss without a warning

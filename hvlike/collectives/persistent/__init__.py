@@ -1,1 +1,1 @@
-"""Operations that are agreed once and then run in every step without a message."""
+"""Buckets, and the compiled steps of plans: agreed once, they run without a message."""

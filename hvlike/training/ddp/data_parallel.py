@@ -33,9 +33,9 @@ from hvlike.training.ddp.end_of_backward import is_inside_backward
 from hvlike.training.ddp.module_gradients import ModuleGradients
 from hvlike.training.ddp.module_sync import BufferSync, verify_and_broadcast
 from hvlike.training.gradients.reduction import Reduction, load_local_memory, local_memory
+from hvlike.training.gradients.usage_errors import warn_user
 from hvlike.training.join import Join, JoinContext
 from hvlike.training.joinable import BuiltInJoinable, JoinConfig
-from hvlike.training.usage_errors import warn_user
 
 OWNER = "DistributedDataParallel"
 

@@ -30,7 +30,7 @@ from hvlike.training.gradients.grad_state import GradState, Phase
 from hvlike.training.gradients.gradients import Gradients
 from hvlike.training.gradients.parameters import temporary_gradients
 from hvlike.training.gradients.reduction import Reducer, Reduction
-from hvlike.training.usage_errors import changed_while_reducing, list_names
+from hvlike.training.gradients.usage_errors import changed_while_reducing, list_names
 
 
 def tensors_in(output: Any) -> Iterator[Tensor]:

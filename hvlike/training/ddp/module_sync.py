@@ -11,7 +11,6 @@ from torch import Tensor
 from hvlike.backends.arithmetic.reduce_op import ReduceOp
 from hvlike.backends.base import Backend
 from hvlike.backends.cuda.device_backend import home_of
-from hvlike.collectives.persistent.planned_queue import Packing, PlannedQueue
 from hvlike.collectives.requests.process_set import ProcessSet
 from hvlike.collectives.requests.reduction import arithmetic_of
 from hvlike.collectives.session.context import Context
@@ -19,6 +18,7 @@ from hvlike.collectives.session.joined_proxy import CountingJob
 from hvlike.errors import MismatchError
 from hvlike.training.broadcast import TensorForm, broadcast_tensors, check_same
 from hvlike.training.gradients.parameters import gpu_of
+from hvlike.training.gradients.planned_queue import Packing, PlannedQueue
 from hvlike.transport.loop.coroutine import Coroutine
 
 _CALL = "DistributedDataParallel"

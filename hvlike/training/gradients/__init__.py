@@ -1,1 +1,1 @@
-"""Gradients between backward and step: hooks, names, settings, reduction."""
+"""Gradients between backward and step: hooks, names, settings, planned reduction."""

@@ -22,7 +22,7 @@ from hvlike.collectives.api.allreduce import allreduce
 from hvlike.collectives.requests.reduction import check_adasum
 from hvlike.collectives.session.context import current
 from hvlike.errors import UsageError
-from hvlike.training import usage_errors
+from hvlike.training.gradients import usage_errors
 from hvlike.training.gradients.grad_state import GradState
 from hvlike.training.gradients.gradients import Gradients
 from hvlike.training.gradients.reduction import Reducer, Reduction

@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 from torch import Tensor
 
 from hvlike.backends.arithmetic.reduce_op import ReduceOp
-from hvlike.collectives.persistent.planned_reducer import PlannedReducer
 from hvlike.collectives.requests.plan import Entry
 from hvlike.collectives.session.context import Context, current, is_running
 from hvlike.errors import UsageError
-from hvlike.training import usage_errors
+from hvlike.training.gradients import usage_errors
 from hvlike.training.gradients.grad_state import GradientHooks, GradState, OneHook, Phase, are_those, gradient_of, reset
 from hvlike.training.gradients.parameters import Comparison, ParamGroupDiff, check_passes, name_parameters
+from hvlike.training.gradients.planned_reducer import PlannedReducer
 from hvlike.training.gradients.reduction import Reducer, Reduction
 
 if TYPE_CHECKING:

@@ -20,9 +20,9 @@ from torch.optim import Optimizer
 
 from hvlike.backends.cuda.runtime import kind_of
 from hvlike.collectives.health.option_watch import Options
-from hvlike.collectives.persistent.planned_reducer import PlannedReducer
 from hvlike.errors import UsageError
-from hvlike.training.usage_errors import warn_user
+from hvlike.training.gradients.planned_reducer import PlannedReducer
+from hvlike.training.gradients.usage_errors import warn_user
 
 _EXPECTED_NAMES = (
     "named_parameters should be a sequence of tuples (name, parameter), usually produced by model.named_parameters()."

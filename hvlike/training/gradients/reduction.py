@@ -18,12 +18,12 @@ from hvlike.collectives.compression import (
     check_compressed_op,
     check_compressor,
 )
-from hvlike.collectives.persistent.planned_reducer import PlannedReducer
 from hvlike.collectives.requests.plan import BucketSizes, Entry
 from hvlike.collectives.requests.process_set import ProcessSet, global_process_set
 from hvlike.collectives.session.context import Context, current
 from hvlike.errors import UsageError
 from hvlike.training.gradients.parameters import Groups, group_indices
+from hvlike.training.gradients.planned_reducer import PlannedReducer
 
 
 class Reducer(Protocol):

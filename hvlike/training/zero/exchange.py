@@ -18,12 +18,12 @@ from hvlike.backends.arithmetic.reduce_op import ReduceOp
 from hvlike.backends.base import Backend
 from hvlike.backends.cuda.device_backend import home_of
 from hvlike.collectives.api.allreduce import allreduce
-from hvlike.collectives.persistent.planned_queue import Packing
 from hvlike.collectives.requests.process_set import ProcessSet
 from hvlike.collectives.requests.reduction import Average, Operand, arithmetic_of, is_dense, row_by_row
 from hvlike.collectives.requests.request import order_in_memory
 from hvlike.errors import UsageError, WrongTypeError
 from hvlike.training.gradients.parameters import value_checksums
+from hvlike.training.gradients.planned_queue import Packing
 from hvlike.transport.loop.coroutine import Coroutine
 
 Parameters: TypeAlias = list[Tensor] | list[dict[str, Any]]

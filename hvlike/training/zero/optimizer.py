@@ -15,7 +15,6 @@ from torch.optim import Optimizer
 
 from hvlike.collectives.api.objects import broadcast_object
 from hvlike.collectives.health.option_watch import Options
-from hvlike.collectives.persistent.planned_queue import PlannedQueue
 from hvlike.collectives.requests.process_set import ProcessSet
 from hvlike.collectives.requests.request import order_in_memory
 from hvlike.collectives.session.context import current
@@ -29,6 +28,7 @@ from hvlike.training.gradients.parameters import (
     options_of,
     temporary_gradients,
 )
+from hvlike.training.gradients.planned_queue import PlannedQueue
 from hvlike.training.gradients.reduction import ranks_of_group
 from hvlike.training.join import Join, JoinContext
 from hvlike.training.joinable import BuiltInJoinable

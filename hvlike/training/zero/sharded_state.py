@@ -24,13 +24,13 @@ from torch.optim import Optimizer
 
 from hvlike.collectives.api.barrier_join import barrier
 from hvlike.collectives.api.objects import broadcast_object
-from hvlike.collectives.persistent.planned_queue import PlannedQueue
 from hvlike.collectives.requests.process_set import ProcessSet, global_process_set
 from hvlike.collectives.session.context import Context, current
 from hvlike.errors import StateError, UsageError
 from hvlike.training.broadcast import pack, unpack
 from hvlike.training.elastic.copies import copy_into
 from hvlike.training.gradients.parameters import copy_options
+from hvlike.training.gradients.planned_queue import PlannedQueue
 from hvlike.training.zero.exchange import Partition
 from hvlike.transport.messages.traffic import Topic
 from hvlike.transport.world import Group

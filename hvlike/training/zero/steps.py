@@ -23,11 +23,11 @@ from torch import Tensor
 
 from hvlike.backends.base import Backend
 from hvlike.backends.cuda.device_backend import home_of
-from hvlike.collectives.persistent.planned_queue import PlannedQueue
 from hvlike.collectives.requests.reduction import Max, Sum, arithmetic_of
 from hvlike.collectives.session.joined_proxy import CountingJob
 from hvlike.errors import HorovodInternalError
 from hvlike.training.gradients.parameters import GroupOptions
+from hvlike.training.gradients.planned_queue import PlannedQueue
 from hvlike.training.zero.exchange import GradientReduction, ParameterExchange, Partition
 from hvlike.transport.loop.coroutine import Coroutine
 

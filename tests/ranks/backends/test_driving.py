@@ -11,11 +11,11 @@ import torch
 
 from hvlike.backends.hierarchical import HierarchicalBackend
 from hvlike.backends.shared_memory.shared_backend import SharedBackend
-from hvlike.collectives.persistent.planned_reducer import PlannedReducer
 from hvlike.collectives.requests.plan import Entry
 from hvlike.collectives.requests.reduction import Sum
 from hvlike.collectives.session.context import current
 from hvlike.errors import StateError
+from hvlike.training.gradients.planned_reducer import PlannedReducer
 from hvlike.transport.host import topology
 from hvlike.transport.loop.coroutine import Coroutine, Task, Wait
 from hvlike.transport.loop.spin import SpinPolicy

@@ -4,11 +4,11 @@ import pytest
 import torch
 from ranks.backends.cuda.conftest import Late
 
-from hvlike.collectives.persistent.planned_reducer import PlannedReducer
 from hvlike.collectives.requests.plan import Entry
 from hvlike.collectives.requests.reduction import Sum
 from hvlike.collectives.session.context import current
 from hvlike.errors import HorovodInternalError
+from hvlike.training.gradients.planned_reducer import PlannedReducer
 
 
 @pytest.mark.mpi(min_size=2)

@@ -7,9 +7,9 @@ import torch
 from ranks.backends.cuda.conftest import Late
 from torch import Tensor
 
-from hvlike.collectives.persistent.planned_reducer import PlannedReducer
 from hvlike.collectives.requests.plan import Entry
 from hvlike.collectives.requests.reduction import Average, Sum
+from hvlike.training.gradients.planned_reducer import PlannedReducer
 
 SHAPES = [(300, 7), (5,), (2000,), (40, 50), (1,)]
 

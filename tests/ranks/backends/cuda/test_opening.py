@@ -10,11 +10,11 @@ from support.backends.jobs import run
 from hvlike.backends.base import Backend
 from hvlike.backends.cuda.device_backend import DeviceBackend
 from hvlike.backends.cuda.opening import DeviceBackends
-from hvlike.collectives.persistent.planned_reducer import PlannedReducer
 from hvlike.collectives.requests.plan import Entry
 from hvlike.collectives.session.context import current
 from hvlike.config import Config
 from hvlike.errors import LaunchError
+from hvlike.training.gradients.planned_reducer import PlannedReducer
 from hvlike.transport.loop.coroutine import Coroutine
 
 pytestmark = pytest.mark.mpi(min_size=2)

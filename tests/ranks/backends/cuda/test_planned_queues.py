@@ -5,8 +5,8 @@ from ranks.backends.cuda.conftest import Late
 
 from hvlike.backends.base import Backend
 from hvlike.backends.cuda.device_backend import beside, device_of, home_of
-from hvlike.collectives.persistent.planned_queue import PlannedQueue
 from hvlike.collectives.session.joined_proxy import CountingJob
+from hvlike.training.gradients.planned_queue import PlannedQueue
 from hvlike.transport.loop.coroutine import Coroutine
 
 

@@ -11,10 +11,10 @@ from support.training.problem import same_on_all_ranks
 from torch import nn
 
 from hvlike.backends.base import Backend
-from hvlike.collectives.persistent.planned_queue import PlannedQueue
 from hvlike.collectives.session.joined_proxy import CountingJob
 from hvlike.errors import JoinError, MismatchError
 from hvlike.join import Join, Joinable, JoinHook
+from hvlike.training.gradients.planned_queue import PlannedQueue
 from hvlike.training.joinable import BuiltInJoinable
 from hvlike.transport.loop.coroutine import Coroutine
 

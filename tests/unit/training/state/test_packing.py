@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hvlike.backends.fusion_buffer import SMALL_BYTES
-from hvlike.collectives.persistent.planned_queue import Packing
+from hvlike.training.gradients.planned_queue import Packing
 
 pytestmark = pytest.mark.pure
 

@@ -7,11 +7,11 @@ import torch
 
 from hvlike.backends.arithmetic.reduce_op import ReduceOp
 from hvlike.backends.base import Backend
-from hvlike.collectives.persistent.planned_queue import PlannedQueue
 from hvlike.collectives.requests.reduction import arithmetic_of
 from hvlike.collectives.session.context import current
 from hvlike.collectives.session.joined_proxy import CountingJob
 from hvlike.errors import MismatchError
+from hvlike.training.gradients.planned_queue import PlannedQueue
 from hvlike.transport.loop.coroutine import Coroutine, Wait
 
 
