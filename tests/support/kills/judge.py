@@ -1,6 +1,6 @@
 """What is right after ranks were killed: pure functions over what program.py has printed."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 
@@ -45,7 +45,7 @@ def what_is_wrong(
         wrong.append(f"results of {sorted(results)} at sizes {sorted(sizes)}, expected {expected}")
     if len({words[2] for words in results.values()}) > 1:
         wrong.append(f"the results differ: {results}")
-    if len(alive) < min(expected, min(sizes, default=0)):
+    if len(alive) + _killed_at_the_end(lines, alive, killed) < min(expected, min(sizes, default=0)):
         wrong.append(f"only places {sorted(alive)} have a result, {expected} were expected")
     missing = sorted(set(alive) - set(again))
     # Who was killed just after all had agreed on the end is missed by what follows the training.
@@ -66,6 +66,16 @@ def what_is_wrong(
     if sizes == {ranks} and {words[2] for words in results.values()} != {reference[max(reference)]}:
         wrong.append("the result is not that of the run without failures")
     return wrong
+
+
+def _killed_at_the_end(lines: Sequence[Line], alive: Collection[int], killed: Collection[int]) -> int:
+    """How many ranks were killed after all had agreed on the end, before they could tell of their result: they took
+    part in the attempt that has given the results, and nobody took their numbers over.
+    """
+    last = {line.place: line.words[:3] for line in lines if line.what == "BEGIN"}
+    ended = {last[place][1:] for place in alive if place in last}
+    held = {begun[0] for place, begun in last.items() if place not in killed}
+    return len({last[place][0] for place in killed if place in last and last[place][1:] in ended} - held)
 
 
 def own_states_of(lines: Sequence[Line]) -> dict[int, tuple[str, str]]:

@@ -42,6 +42,15 @@ def test_one_wrong_line_is_found(right: str, wrong: str, said: str) -> None:
     assert any(said in each for each in found), found
 
 
+def test_who_is_killed_after_all_agreed_on_the_end_is_not_missed() -> None:
+    ended = "".join(
+        line for line in SPARE_TOOK_OVER.splitlines(keepends=True) if line[0] != "2" and "AGAIN" not in line
+    )
+    assert judge(ended.replace("0 BEGIN 0 2 1 3 b\n", "")) == []
+    # In the last attempt another one had taken its number over.
+    assert judge(ended) != []
+
+
 def test_another_result_than_without_failures_is_found() -> None:
     other = SPARE_TOOK_OVER.replace(" 2 c", " 2 x")
     assert "the result is not that of the run without failures" in judge(other)
