@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from typing import Any
 
 BACKEND_NAME = "hvlike"
+OLDEST_TORCH = (2, 7)  # Older ones lose works of Python in C++, and wait for them for ever
 
 LAUNCHED = ("RANK", "_PROCID")  # How names of variables end in which launchers tell the rank
 
@@ -56,6 +57,17 @@ def _warn(error: Exception) -> None:
 
 
 def _create(options: Any, pg_options: Any) -> Any:
+    import torch
+
+    if tuple(map(int, torch.__version__.split(".")[:2])) < OLDEST_TORCH:
+        from hvlike.errors import UsageError
+
+        oldest = ".".join(map(str, OLDEST_TORCH))
+        raise UsageError(
+            f"The backend {BACKEND_NAME!r} of torch.distributed needs torch {oldest} or newer, got "
+            f"{torch.__version__}. Update torch, or use hvlike without torch.distributed: hvlike.DistributedOptimizer "
+            "and hvlike.nn.DistributedDataParallel work with this one."
+        )
     from hvlike.torch_distributed.process_group import create
 
     return create(options, pg_options)

@@ -24,11 +24,10 @@ def untraced(kind: T) -> T:
     torch.compiler.disable would do it by a function around each, which loads the compiler, too.
     """
     dynamo: Any = torch._C._dynamo.eval_frame
-    if hasattr(dynamo, "set_code_exec_strategy"):  # From torch 2.7 on
-        skip = dynamo._FrameAction.SKIP
-        for method in vars(kind).values():
-            if isinstance(method, FunctionType):
-                dynamo.set_code_exec_strategy(method.__code__, dynamo._FrameExecStrategy(skip, skip))
+    skip = dynamo._FrameAction.SKIP
+    for method in vars(kind).values():
+        if isinstance(method, FunctionType):
+            dynamo.set_code_exec_strategy(method.__code__, dynamo._FrameExecStrategy(skip, skip))
     return kind
 
 

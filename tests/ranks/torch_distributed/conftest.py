@@ -3,8 +3,13 @@
 from collections.abc import Iterator
 
 import pytest
+import torch
 import torch.distributed as dist
 from support.torch_distributed.backend import World, start
+
+from hvlike.torch_distributed.autoload import OLDEST_TORCH
+
+IS_TOO_OLD = tuple(map(int, torch.__version__.split(".")[:2])) < OLDEST_TORCH
 
 
 @pytest.fixture(scope="module")
@@ -29,3 +34,4 @@ IGNORED = ("ignore:`torch.distributed.*deprecated:FutureWarning", "ignore:Sparse
 def pytest_itemcollected(item: pytest.Item) -> None:
     """Let tests call functions by their old names."""
     item.add_marker(pytest.mark.filterwarnings(*IGNORED))
+    item.add_marker(pytest.mark.skipif(IS_TOO_OLD, reason="the backend needs a newer torch"))

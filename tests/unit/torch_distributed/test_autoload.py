@@ -10,8 +10,10 @@ import warnings
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 
+from hvlike.errors import UsageError
 from hvlike.torch_distributed import autoload
 from hvlike.transport.host import launchers
 
@@ -55,6 +57,13 @@ assert "RANK" not in os.environ
     done = run(program, installed)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
+
+
+def test_a_group_with_a_torch_that_is_too_old_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "__version__", "2.6.0+cu124")
+    with pytest.raises(UsageError, match=r"needs torch 2\.7 or newer, got 2\.6\.0\+cu124"):
+        dist.init_process_group("hvlike", store=dist.HashStore(), rank=0, world_size=1)
+    assert not dist.is_initialized()
 
 
 def test_it_is_not_registered_where_torch_shall_load_no_extensions(installed: Path) -> None:
