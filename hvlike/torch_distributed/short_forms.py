@@ -30,7 +30,7 @@ def short_form(options: Any, tensors: int, *fields: str, lists: bool = True) -> 
     def decorate(method: Method) -> Method:
         @functools.wraps(method)
         def call(self: Any, *arguments: Any, **named: Any) -> Any:
-            if not named and len(arguments) == tensors + 1 and isinstance(arguments[tensors], options):
+            if not named and len(arguments) == tensors + 1 and hasattr(arguments[tensors], "timeout"):
                 return method(self, *arguments)  # torch.distributed, and C++
             given, rest = arguments[:tensors], arguments[tensors:]
             if lists and any(isinstance(each, Tensor) for each in given):
@@ -44,7 +44,7 @@ def short_form(options: Any, tensors: int, *fields: str, lists: bool = True) -> 
 
 def _options(options: Any, fields: Sequence[str], arguments: Sequence[Any], named: dict[str, Any]) -> Any:
     """The options that a caller gives, or those that say what it gives instead."""
-    given = named.get("opts") or (arguments[0] if arguments and isinstance(arguments[0], options) else None)
+    given = named.get("opts") or (arguments[0] if arguments and hasattr(arguments[0], "timeout") else None)
     if given is not None:
         return given
     made = options()
