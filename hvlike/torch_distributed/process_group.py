@@ -379,11 +379,14 @@ def _reduction(opts: Any) -> Reduction:
     found = _known.get(int(given))
     if found is not None:
         return found
-    if given == dist.ReduceOp.PREMUL_SUM:
+    if given == dist.ReduceOp.PREMUL_SUM and hasattr(opts.reduceOp, "factor"):  # torch 2.7 does not tell the factor
         return Reduction(ReduceOp.SUM, float(opts.reduceOp.factor), 1.0)
     op = _OPS.get(given.name)
     if op is None:
-        raise ProcessGroupError(f"torch.distributed over hvlike has no {given.name}; it has {', '.join(_OPS)}.")
+        raise ProcessGroupError(
+            f"torch.distributed over hvlike has no {given.name} with torch {torch.__version__}; "
+            f"it has {', '.join(_OPS)}."
+        )
     return _known.setdefault(int(given), Reduction(op, 1.0, 1.0))
 
 
