@@ -20,6 +20,7 @@ from hvlike.collectives.session.context import current
 from hvlike.errors import CheckpointError, UsageError
 from hvlike.training.distributed_optimizer import DistributedOptimizer
 from hvlike.training.elastic.checkpoint_files import CheckpointFile, list_files, prune, read, write
+from hvlike.training.elastic.local_state import may_be_lost
 
 
 def gather_optimizer_state(optimizer: DistributedOptimizer, root_rank: int = 0) -> dict[str, Any] | None:
@@ -67,6 +68,7 @@ def is_stateful(value: object) -> bool:
 
 
 def restore_parts(parts: Mapping[str, Any], saved: dict[str, Any], where: str) -> dict[str, Any]:
+    parts = {name: value for name, value in parts.items() if name in saved or not may_be_lost(value)}
     for name, value in parts.items():
         if not is_stateful(value):
             raise UsageError(

@@ -55,6 +55,11 @@ def has_common_state(part: Any) -> bool:
     return not getattr(part, "state_is_local", False)
 
 
+def may_be_lost(part: Any) -> bool:
+    """Whether training goes on without the part's local state where nobody has it any more."""
+    return getattr(part, "may_be_lost", False)
+
+
 def common_state_of(part: Any) -> Any:
     """state_dict() of the part, without what compression has left over on this rank, which is in local_state_dict()."""
     state = part.state_dict()

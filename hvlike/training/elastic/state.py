@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Mapping
 from copy import deepcopy
 from typing import TYPE_CHECKING, Any
@@ -20,7 +21,15 @@ from hvlike.training.broadcast import broadcast_optimizer_state, broadcast_param
 from hvlike.training.distributed_optimizer import DistributedOptimizer
 from hvlike.training.elastic.checkpoint import is_stateful
 from hvlike.training.elastic.copies import copy_into
-from hvlike.training.elastic.local_state import Found, LocalState, LocalStates, common_state_of, has_common_state
+from hvlike.training.elastic.local_state import (
+    Found,
+    LocalState,
+    LocalStates,
+    common_state_of,
+    has_common_state,
+    may_be_lost,
+)
+from hvlike.training.elastic.module_buffers import ModuleBuffers
 from hvlike.training.elastic.sampler import ElasticSampler
 
 if TYPE_CHECKING:
@@ -199,6 +208,16 @@ def _sync_part(name: str, value: Any) -> None:
         value.load_state_dict(broadcast_object(value.state_dict(), root_rank=0, name=name))
 
 
+logger = logging.getLogger("hvlike")
+
+_LOST = "elastic: commit %d: the %s of ranks %s of %d are lost with their copies; all ranks have those of rank 0 now"
+
+
+def _buffers_of(name: str) -> str:
+    # No attribute can have this name.
+    return f"{name}.buffers"
+
+
 def _copies(parts: Mapping[str, Any], given_up: Mapping[str, Any]) -> dict[str, Any]:
     return {
         name: copy_into(given_up.get(name), common_state_of(value))
@@ -213,8 +232,9 @@ class TorchState(ObjectState):
     Modules, optimizers, ElasticSamplers and objects with state_dict and load_state_dict (learning rate schedulers,
     GradScalers) stay the same objects, and their contents are saved, restored and synchronised. Setting such an
     attribute replaces and saves the object. All others are values, which are copied and pickled.
-    What each rank has another one of (the shards of a ZeroRedundancyOptimizer, what compression has left over, and what
-    an object's local_state_dict() returns, see LocalState) is kept by the next rank, too, and survives a lost rank.
+    What each rank has another one of (the shards of a ZeroRedundancyOptimizer, what compression has left over, buffers
+    of modules such as the running statistics of BatchNorm, and what an object's local_state_dict() returns, see
+    LocalState) is kept by the next rank, too, and survives a lost rank.
     restore() is local, and save() where there is no such part. sync() gives every rank what rank 0 has, and merges what
     the ranks have processed of samplers. It is collective: all ranks, with the same names; blocks.
 
@@ -239,6 +259,11 @@ class TorchState(ObjectState):
         objects = {**{name: value for name, value in given.items() if value is not None}, **objects}
         check_names(type(self), objects)
         self._parts = {name: value for name, value in objects.items() if is_stateful(value)}
+        self._parts |= {
+            _buffers_of(name): ModuleBuffers(value)
+            for name, value in self._parts.items()
+            if isinstance(value, nn.Module)
+        }
         self._local = {name: LocalStates(name) for name, value in self._parts.items() if isinstance(value, LocalState)}
         self._goes_back = self._restarted = self._synced = False
         self._incomplete = False  # Whether a part has lost what only one rank had, until a checkpoint is loaded
@@ -283,11 +308,13 @@ class TorchState(ObjectState):
                 self._parts[name].load_local_state_dicts({rank(): own}, size())
             return
         found = {name: states.find(number, holds=self._goes_back) for name, states in self._local.items()}
-        lost = {name: each for name, each in found.items() if each.lost}
+        lost = {name: each for name, each in found.items() if each.lost and not may_be_lost(self._parts[name])}
         self._incomplete = bool(lost or incomplete)
         for name, states in self._local.items():
-            give = states.give_up if self._incomplete else states.give_back
+            give = states.give_up if self._incomplete or found[name].lost else states.give_back
             give(found[name], self._parts[name])
+            if found[name].lost and not self._incomplete and rank() == 0:
+                logger.warning(_LOST, number, name, found[name].lost, found[name].ranks)
         if self._incomplete:
             self._go_back_to_disk(number, lost)
 
@@ -348,5 +375,8 @@ class TorchState(ObjectState):
                 f"plain {type(value).__name__}. Use another name for the value."
             )
         self._parts[name] = value
+        buffers = _buffers_of(name)
+        if buffers in self._parts and isinstance(value, nn.Module):
+            self._parts[buffers], self._local[buffers] = ModuleBuffers(value), LocalStates(buffers)
         for _, states in self._commits.values():
             states |= _copies({name: value}, {})

@@ -14,7 +14,7 @@ import random
 import statistics
 import sys
 
-from support.kills.campaign import SECONDS, plan_kills, run_once
+from support.kills.campaign import LOST, SECONDS, plan_kills, run_once
 from support.kills.judge import (
     Line,
     commits_of,
@@ -52,7 +52,8 @@ def main() -> None:
         lines: list[Line] = read_lines(job.stdout)
         wrong = what_is_wrong(lines, ranks, options.spares, killed, commits_of(reference))
         from_disk = "goes back to the disk" in job.stderr
-        wrong += what_is_wrong_with_own_states(lines, ranks, own_states_of(reference), from_disk=from_disk)
+        lost = {int(each) for each in LOST.findall(job.stderr)}
+        wrong += what_is_wrong_with_own_states(lines, ranks, own_states_of(reference), from_disk=from_disk, lost=lost)
         wrong += ["hung"] if job.timed_out else []
         wrong += [f"left behind: {each}" for each in (*job.survivors, *left)]
         times = [float(each) for each in SECONDS.findall(job.stderr)]
@@ -60,7 +61,7 @@ def main() -> None:
         bad += bool(wrong)
         print(
             f"{number}: {ranks}+{options.spares} ranks, {kind} {kills}, killed {killed}, recovered in {times} s, "
-            f"from {took:.1f} s on{', from the disk' * from_disk}: {wrong or 'right'}",
+            f"from {took:.1f} s on{', from the disk' * from_disk}{', buffers lost' * bool(lost)}: {wrong or 'right'}",
             flush=True,
         )
         if wrong:

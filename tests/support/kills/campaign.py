@@ -12,6 +12,7 @@ from support.job import OPEN_MPI_SETTINGS, Job, start_job
 
 PROGRAM = Path(__file__).with_name("program.py")
 FLAGS = ("--with-ft", "ulfm")
+LOST = re.compile(r"commit (\d+): the model.buffers of ranks .* are lost")
 SECONDS = re.compile(r"commit \d+, ([\d.]+) s after it was noticed")
 
 

@@ -1,5 +1,6 @@
 """What is right after ranks were killed: pure functions over what program.py has printed."""
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -86,16 +87,22 @@ def own_states_of(lines: Sequence[Line]) -> dict[int, tuple[str, str]]:
 
 
 def what_is_wrong_with_own_states(
-    lines: Sequence[Line], ranks: int, reference: Mapping[int, tuple[str, str]], *, from_disk: bool
+    lines: Sequence[Line],
+    ranks: int,
+    reference: Mapping[int, tuple[str, str]],
+    *,
+    from_disk: bool,
+    lost: Collection[int] = (),
 ) -> list[str]:
     """What ranks had of their own has not come back: bit for bit to as many ranks, in sum to fewer.
 
     reference: own_states_of() the same job without failures. from_disk: a checkpoint was loaded, which leaves it out
-    where there are fewer ranks.
+    where there are fewer ranks. lost: commits of which the job said that nobody has all of it any more: from the first
+    of them on the training is another one.
     """
     wrong = []
     for line in lines if reference else ():
-        if line.what != "BEGIN":
+        if line.what != "BEGIN" or int(line.words[2]) >= min(lost, default=math.inf):
             continue
         rank, size, commit, _, _, state, numbers = line.words
         expected, sums = reference[int(commit)]

@@ -6,9 +6,10 @@ Every process writes its process id to FOLDER/process-N. The state after each co
 attempt its rank, size and the commit it begins from. At the end the ranks that are left train again, from the commit
 at which their last attempt began, and tell both results: they have to be the same.
 
-Two trainings have what only one rank has. `zero`: the shards of a ZeroRedundancyOptimizer, whose states the digest
-holds by parameter, whoever owns it. `powersgd`: what compression has left over. After the digest come a digest of that
-by rank, and numbers that stay as they are, but for rounding, where fewer ranks share the same sum.
+Each training has what only one rank has. `plain`: running statistics, of which fewer ranks get those of rank 0.
+`zero`: the shards of a ZeroRedundancyOptimizer, whose states the digest holds by parameter, whoever owns it.
+`powersgd`: what compression has left over. After the digest come a digest of that by rank, and what stays where ranks
+are fewer: the statistics of rank 0, or numbers that are the same but for rounding where fewer ranks share the same sum.
 """
 
 import copy
@@ -33,15 +34,16 @@ def say(*words: object) -> None:
 
 
 def digest(model: nn.Module) -> str:
-    """A short name for the exact values of a model's parameters; running statistics differ between ranks."""
+    """A short name for the exact values of a model's parameters."""
     values = b"".join(each.detach().numpy().tobytes() for each in model.parameters())
     return hashlib.sha256(values).hexdigest()[:12]
 
 
 def describe(state: hvd.elastic.TorchState) -> list[object]:
-    """A digest of what all ranks share, and what each has of its own. Collective, unless the training is plain."""
+    """A digest of what all ranks share, and what each has of its own. Collective."""
     if TRAINING == "plain":
-        return [digest(state.model)]
+        statistics = hvd.allgather_object(short(dict(state.model.named_buffers())))
+        return [digest(state.model), short(statistics), statistics[0]]
     own = state.optimizer.local_state_dict()
     if TRAINING == "zero":
         shards = hvd.allgather_object({place: short(each) for place, each in own["state"].items()})

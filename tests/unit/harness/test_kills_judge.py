@@ -1,5 +1,7 @@
 """The judge of support.kills finds what is wrong: each wrong output is one line away from a right one."""
 
+from collections.abc import Sequence
+
 import pytest
 from support.kills.judge import own_states_of, read_lines, what_is_wrong, what_is_wrong_with_own_states
 
@@ -62,17 +64,23 @@ UNDISTURBED = """\
 """
 
 
-def judge_own(begin: str, *, from_disk: bool = False) -> list[str]:
+def judge_own(begin: str, *, from_disk: bool = False, lost: Sequence[int] = ()) -> list[str]:
     """What is wrong when two ranks began, and then some again, from the first commit."""
     reference = own_states_of(read_lines(UNDISTURBED))
     lines = read_lines(f"0 BEGIN 0 2 0 0 a x 0,0,0,0\n0 BEGIN {begin}\n")
-    return what_is_wrong_with_own_states(lines, 2, reference, from_disk=from_disk)
+    return what_is_wrong_with_own_states(lines, 2, reference, from_disk=from_disk, lost=lost)
 
 
 def test_states_of_the_ranks_come_back_bit_for_bit_to_as_many_and_in_sum_to_fewer() -> None:
     assert judge_own("0 2 1 3 b y 4,1,-2,3") == []
     assert judge_own("0 1 1 3 b z 3.5,1.000001,-2,3") == []
     assert judge_own("0 1 1 3 b z 0,0,0,0", from_disk=True) == []
+
+
+def test_from_a_commit_on_that_was_lost_in_part_the_training_is_another_one() -> None:
+    assert judge_own("0 2 1 3 b z -", lost=[1]) == []
+    assert judge_own("0 2 1 3 b z -", lost=[0]) == []
+    assert judge_own("0 2 1 3 b z -", lost=[2])
 
 
 @pytest.mark.parametrize(

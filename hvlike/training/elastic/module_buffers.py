@@ -1,0 +1,84 @@
+"""ModuleBuffers: the buffers of a module, such as running statistics of BatchNorm, which differ between ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hvlike.collectives.api.objects import broadcast_object
+from hvlike.collectives.session.basics import rank, size
+
+
+class ModuleBuffers:
+    """The buffers of a module in its state dict, as a part of an elastic state beside the module itself.
+
+    With as many ranks as at the commit each rank gets its own back. With fewer or more, all get those of rank 0 at the
+    commit, as if they began from a checkpoint. Where neighbours were lost together, all keep what the sync() of the
+    module has given them: those of rank 0 now.
+    """
+
+    state_is_local = True
+    may_be_lost = True
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._gathered: dict[str, Any] = {}
+
+    def local_state_dict(self) -> dict[str, Any]:
+        """Return the buffers of this rank, by name; they are not copied. Local."""
+        saved = self._module.state_dict()
+        return {name: each for name, each in self._module.named_buffers(remove_duplicate=False) if name in saved}
+
+    def load_local_state_dicts(self, states: Mapping[int, dict[str, Any]], ranks_before: int) -> None:
+        """Set the buffers of this rank. Collective: all ranks.
+
+        Args:
+            states: What local_state_dict() has returned, by rank.
+            ranks_before: How many ranks there were at the commit.
+        """
+        if states:
+            self._set(states[rank() if ranks_before == size() else 0])
+
+    def consolidate_state_dict(self, to: int = 0) -> None:
+        """Have state_dict() return the buffers of all ranks. Collective: all ranks; blocks.
+
+        Args:
+            to: The rank that needs it.
+        """
+        own = {name: value.detach().cpu() for name, value in self.local_state_dict().items()}
+        self._gathered = {"ranks": size(), "different": {}}
+        if not own:
+            return
+        root = broadcast_object(own, to, name="elastic.buffers.root")
+        # Masks and tables of constants are the same everywhere: the file need not have them for each rank.
+        different = {name: value for name, value in own.items() if not _is_equal(value, root.get(name))}
+        for each in range(size()):
+            came = broadcast_object(different, each, name=f"elastic.buffers.{each}")
+            if came and rank() == to:
+                self._gathered["different"][each] = came
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what differs from the state dict of the module, as of the last consolidate_state_dict(). Local."""
+        return self._gathered
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Set the buffers of this rank, if there are as many ranks as there were. Local; after that of the module.
+
+        Args:
+            state_dict: What state_dict() has returned.
+        """
+        if state_dict["ranks"] == size():
+            self._set(state_dict["different"].get(rank(), {}))
+
+    def _set(self, state: Mapping[str, Tensor]) -> None:
+        with torch.no_grad():
+            for name, value in self.local_state_dict().items():
+                if name in state:
+                    value.copy_(state[name])
+
+
+def _is_equal(one: Tensor, other: Tensor | None) -> bool:
+    return other is not None and one.dtype is other.dtype and torch.equal(one, other)
