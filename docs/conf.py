@@ -25,7 +25,7 @@ autodoc_member_order = "bysource"
 autodoc_preserve_defaults = True
 autodoc_inherit_docstrings = False
 # Not needed to build these pages: the libraries that hvlike.integrations is for.
-autodoc_mock_imports = ["accelerate", "lightning", "torchmetrics", "transformers"]
+autodoc_mock_imports = ["accelerate", "lightning", "lightning_utilities", "torchmetrics", "transformers"]
 add_module_names = False
 python_maximum_signature_line_length = 100
 

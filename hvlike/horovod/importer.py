@@ -77,6 +77,12 @@ MODULES: dict[str, dict[str, str]] = {
     "horovod.torch.sync_batch_norm": {"hvlike": "SyncBatchNorm"},
 }
 
+LIGHTNING = {
+    "lightning.pytorch": "hvlike.integrations.lightning",
+    "pytorch_lightning": "hvlike.integrations.pytorch_lightning",
+}
+"""Which module of hvlike has the HorovodStrategy of a package: Lightning had one until version 2."""
+
 _FRAMEWORK = "Programs of other frameworks need Horovod itself."
 _LAUNCHER = "Start the ranks with mpirun, a scheduler, or hvlike.run."
 REFUSED = {
@@ -116,19 +122,37 @@ def install() -> None:
         raise StateError(f"hvlike.horovod.install(): {what} already. Call it at the top of the program.")
     os.environ.setdefault("HVLIKE_GRADIENTS", HOROVODS_OWN)
     sys.meta_path.insert(0, HorovodImporter())
+    for name in LIGHTNING.keys() & sys.modules.keys():
+        _add_strategy(name)
 
 
 class HorovodImporter(MetaPathFinder, Loader):
-    """Finds and fills the modules of the table, and refuses the rest of Horovod."""
+    """Finds and fills the modules of the table, refuses the rest of Horovod, and adds to Lightning what it had."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
+        if fullname in LIGHTNING:
+            return self._with_strategy(fullname, path, target)
         if fullname.partition(".")[0] != "horovod":
             return None
         if fullname not in MODULES:
             raise ModuleNotFoundError(_refusal(fullname), name=fullname)
         return spec_from_loader(fullname, self, origin="hvlike", is_package=bool(_children(fullname)))
+
+    def _with_strategy(self, name: str, path: Sequence[str] | None, target: ModuleType | None) -> ModuleSpec | None:
+        """The spec of a package of Lightning, which has the strategy as soon as it is loaded."""
+        specs = (finder.find_spec(name, path, target) for finder in sys.meta_path if finder is not self)
+        spec = next(filter(None, specs), None)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def execute_and_add(module: ModuleType) -> None:
+                execute(module)
+                _add_strategy(name)
+
+            spec.loader.exec_module = execute_and_add  # type: ignore[method-assign]  # of this loader alone
+        return spec
 
     def create_module(self, spec: ModuleSpec) -> None:
         """None: an ordinary module."""
@@ -142,6 +166,15 @@ class HorovodImporter(MetaPathFinder, Loader):
         for child in _children(module.__name__):
             if child not in ("horovod.torch", "horovod.common"):
                 import_module(child)
+
+
+def _add_strategy(package: str) -> None:
+    """Let `Trainer(strategy="horovod")` and `strategies.HorovodStrategy` mean hvlike, unless Lightning has its own."""
+    strategies = import_module(f"{package}.strategies")
+    if not hasattr(strategies, "HorovodStrategy"):
+        strategy = import_module(LIGHTNING[package]).HorovodStrategy
+        setattr(strategies, strategy.__name__, strategy)
+        strategy.register_strategies(strategies.StrategyRegistry)
 
 
 def _children(name: str) -> list[str]:

@@ -24,6 +24,33 @@ def test_a_program_finds_what_it_imports_and_touches(program: list[str], ranks: 
     assert job.stderr.count("HVLIKE_GRADIENTS=horovod") == 1
 
 
+with_lightning = pytest.mark.skipif(
+    find_spec("lightning") is None, reason="needs Lightning: pip install hvlike[integrations]"
+)
+
+
+@with_lightning
+def test_lightning_has_its_strategy_for_horovod_again() -> None:
+    job = run_job(MODULE, 2, args=["horovod", str(PROGRAMS / "lightning_program.py")], timeout=150).check()
+    well = [line for line in job.stdout.splitlines() if line.endswith("well")]
+    assert sorted(well) == [f"rank {rank} of 2: well" for rank in range(2)]
+
+
+LIGHTNING_FIRST = """
+import lightning.pytorch, hvlike.horovod
+hvlike.horovod.install()
+trainer = lightning.pytorch.Trainer(strategy="horovod", accelerator="cpu", logger=False)
+assert type(trainer.strategy) is lightning.pytorch.strategies.HorovodStrategy
+"""
+
+
+@with_lightning
+def test_lightning_may_be_imported_before_install() -> None:
+    command = [sys.executable, "-c", LIGHTNING_FIRST]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=100, env=job_environment({}))
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.skipif(find_spec("cloudpickle") is None, reason="a function of the program itself needs cloudpickle")
 def test_ranks_of_horovod_run_find_horovod_too() -> None:
     command = [sys.executable, str(PROGRAMS / "launching.py")]

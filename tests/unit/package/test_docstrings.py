@@ -6,7 +6,7 @@ import ast
 import importlib
 import inspect
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ MODULES = ["", ".rpc", ".autograd", ".nn", ".optim", ".join", ".elastic", ".chec
 INTEGRATIONS = {
     "torch_distributed": ["init_process_group"],
     "distributed_checkpoint": ["save", "load"],
-    "lightning": ["HvlikeStrategy"],
+    "lightning": ["HvlikeStrategy", "HorovodStrategy"],
     "huggingface": ["init", "HvlikeTrainer", "DataParallelTrainer", "HvlikeAccelerator"],
 }
 ENTRY = re.compile(r"^ {4}\*{0,2}(\w+)(?: \([^)]*\))?: ", flags=re.MULTILINE)
@@ -107,8 +107,11 @@ def of_modules() -> Iterator[Public]:
                 yield of_callable(shown, thing)
 
 
-def of_source(name: str, node: ast.FunctionDef | ast.ClassDef) -> Iterator[Public]:
-    """What to check of a function or class that is only read."""
+Nodes = dict[str, Any]
+
+
+def of_source(name: str, node: ast.FunctionDef | ast.ClassDef, bases: Nodes) -> Iterator[Public]:
+    """What to check of a function or class that is only read. bases: other classes, of which it may be one."""
     text = ast.get_docstring(node) or ""
     if isinstance(node, ast.FunctionDef):
         arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs, node.args.vararg, node.args.kwarg]
@@ -116,13 +119,14 @@ def of_source(name: str, node: ast.FunctionDef | ast.ClassDef) -> Iterator[Publi
         returns = node.returns is not None and ast.unparse(node.returns) not in NOTHING
         yield Public(name, text, names, returns)
         return
-    methods = [each for each in node.body if isinstance(each, ast.FunctionDef)]
-    own = [next(of_source(name, each)) for each in methods if each.name == "__init__"]
+    kinds = [node, *(bases[each.id] for each in node.bases if isinstance(each, ast.Name) and each.id in bases)]
+    methods = [each for kind in reversed(kinds) for each in kind.body if isinstance(each, ast.FunctionDef)]
+    own = [next(of_source(name, each, bases)) for each in methods if each.name == "__init__"][-1:]
     text = "\n\n".join([text, *(each.text for each in own)]).strip()
     yield Public(name, text, own[0].parameters if own else (), returns=False)
     for each in methods:
         if not each.name.startswith("_") and not each.decorator_list:
-            yield from of_source(f"{name}.{each.name}", each)
+            yield from of_source(f"{name}.{each.name}", each, bases)
 
 
 def of_integrations() -> Iterator[Public]:
@@ -130,11 +134,15 @@ def of_integrations() -> Iterator[Public]:
     for module, names in INTEGRATIONS.items():
         place = PACKAGE / "integrations" / module
         files = sorted(place.glob("*.py")) if place.is_dir() else [place.with_suffix(".py")]
-        nodes = {
-            node.name: node for file in files for node in ast.parse(file.read_text()).body if hasattr(node, "name")
-        }
+        nodes = definitions(files)
+        bases = definitions(sorted(place.parent.glob(f"{module}_*.py")))
         for name in names:
-            yield from of_source(f"hvlike.integrations.{module}.{name}", nodes[name])
+            yield from of_source(f"hvlike.integrations.{module}.{name}", nodes[name], bases)
+
+
+def definitions(files: Iterable[Path]) -> Nodes:
+    """Functions and classes of some files, by name."""
+    return {node.name: node for file in files for node in ast.parse(file.read_text()).body if hasattr(node, "name")}
 
 
 PUBLIC = {thing.name: thing for thing in [*of_modules(), *of_integrations()]}
