@@ -249,7 +249,7 @@ class ProcessGroup(_ProcessGroupBase):
     def setGroupDesc(self, description: str) -> None:
         self._names[1] = description
 
-    # torch 2.5 asks its own backends for the names.
+    # Older torch asks its own backends for the names.
     group_name, group_desc = property(getGroupName), property(getGroupDesc)
     _set_group_name, _set_group_desc = setGroupName, setGroupDesc
 
@@ -299,7 +299,7 @@ class ProcessGroup(_ProcessGroupBase):
         """Make a call. tensors: that describe it. outputs: its result; None: `tensors`. also: what else it works on."""
         waits, seconds = False, None
         if opts is not None:
-            waits = not getattr(opts, "asyncOp", True)  # torch 2.5 asks for the work in any case
+            waits = not getattr(opts, "asyncOp", True)  # older torch asks for the work in any case
             given = opts.timeout.total_seconds()
             seconds = given if given > 0 else None
         outputs = list(tensors) if outputs is None else outputs
