@@ -25,7 +25,7 @@
         ├── InputsExhaustedError                        a rank is out of inputs, and Join must not go on without it
         ├── JoinError                                   another rank has left a Join context with an exception
         ├── PeerLeftError                               a rank needed for this has ended its program
-        │   └── RestartError                            another rank met an error and starts again; this one has heard of it
+        │   └── RestartError                            another rank met an error; this one has only heard of it
         ├── ShutdownError                               hvlike was shut down while this was in flight
         └── StalledError           (also TimeoutError)  a wait ran past its limit
 
