@@ -6,10 +6,10 @@ from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.strategies import ParallelStrategy, StrategyRegistry
 
-from hvlike.integrations.lightning_strategy import AsHorovod, DataParallel, HvlikeEnvironment
+from hvlike.integrations.lightning_strategy import DataParallelStrategy, HorovodDataParallelStrategy, HvlikeEnvironment
 
 
-class HvlikeStrategy(DataParallel, ParallelStrategy):
+class HvlikeStrategy(DataParallelStrategy, ParallelStrategy):
     """Trains a LightningModule in an hvlike.nn.DistributedDataParallel on every rank of the job.
 
     `mpirun -n 4 python train.py` with `Trainer(strategy=HvlikeStrategy())` is all; the number of ranks is mpirun's.
@@ -40,7 +40,7 @@ class HvlikeStrategy(DataParallel, ParallelStrategy):
     reset_seed = staticmethod(reset_seed)
 
 
-class HorovodStrategy(AsHorovod, HvlikeStrategy):
+class HorovodStrategy(HorovodDataParallelStrategy, HvlikeStrategy):
     """For programs that were written for Lightning with Horovod: learning rates are multiplied by the number of ranks.
 
     `Trainer(strategy="horovod")` means it in programs that import horovod by `hvlike.horovod`. all_gather() joins the

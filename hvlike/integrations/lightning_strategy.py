@@ -116,7 +116,7 @@ _OPS |= dict.fromkeys(("avg", "mean"), ReduceOp.AVERAGE)
 _ParallelStrategy: Any = object  # Of either package; the class that is made of this one and of it has both
 
 
-class DataParallel(_ParallelStrategy):
+class DataParallelStrategy(_ParallelStrategy):
     """Trains a LightningModule in an hvlike.nn.DistributedDataParallel on every rank of the job."""
 
     reset_seed: Callable[[], None]
@@ -313,7 +313,7 @@ class DataParallel(_ParallelStrategy):
         super().teardown()
 
 
-class AsHorovod(DataParallel):
+class HorovodDataParallelStrategy(DataParallelStrategy):
     """Does what programs know of the HorovodStrategy that Lightning had until version 2."""
 
     strategy_name = "horovod"

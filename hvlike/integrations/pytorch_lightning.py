@@ -6,16 +6,16 @@ from lightning_fabric.plugins import ClusterEnvironment
 from lightning_fabric.utilities.seed import reset_seed
 from pytorch_lightning.strategies import ParallelStrategy, StrategyRegistry
 
-from hvlike.integrations.lightning_strategy import AsHorovod, DataParallel, HvlikeEnvironment
+from hvlike.integrations.lightning_strategy import DataParallelStrategy, HorovodDataParallelStrategy, HvlikeEnvironment
 
 
-class HvlikeStrategy(DataParallel, ParallelStrategy):
+class HvlikeStrategy(DataParallelStrategy, ParallelStrategy):
     """HvlikeStrategy of hvlike.integrations.lightning, for the Trainer of pytorch_lightning."""
 
     reset_seed = staticmethod(reset_seed)
 
 
-class HorovodStrategy(AsHorovod, HvlikeStrategy):
+class HorovodStrategy(HorovodDataParallelStrategy, HvlikeStrategy):
     """HorovodStrategy of hvlike.integrations.lightning, for the Trainer of pytorch_lightning."""
 
 
