@@ -57,7 +57,7 @@ class Model(nn.Module):
     def __init__(self, nbytes: int) -> None:
         super().__init__()
         self.layer = nn.Linear(_WIDTH, _WIDTH)
-        self.register_buffer("ballast", torch.ones(nbytes // _FLOAT_BYTES))
+        self.ballast = nn.Parameter(torch.ones(nbytes // _FLOAT_BYTES), requires_grad=False)
 
 
 @hvlike.elastic.run

@@ -5,9 +5,10 @@ MODULES: module of Horovod -> module of hvlike -> the names that the former take
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -16,6 +17,8 @@ from types import ModuleType
 
 from hvlike.config import HOROVODS_OWN
 from hvlike.errors import StateError
+
+logger = logging.getLogger("hvlike")
 
 _ALLREDUCE = (
     "allreduce allreduce_ allreduce_async allreduce_async_ sparse_allreduce_async "
@@ -122,8 +125,8 @@ def install() -> None:
         raise StateError(f"hvlike.horovod.install(): {what} already. Call it at the top of the program.")
     os.environ.setdefault("HVLIKE_GRADIENTS", HOROVODS_OWN)
     sys.meta_path.insert(0, HorovodImporter())
-    for name in LIGHTNING.keys() & sys.modules.keys():
-        _add_strategy(name)
+    for package in LIGHTNING.keys() & sys.modules.keys():
+        _bring_strategy(package)
 
 
 class HorovodImporter(MetaPathFinder, Loader):
@@ -133,25 +136,31 @@ class HorovodImporter(MetaPathFinder, Loader):
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         if fullname in LIGHTNING:
-            return self._with_strategy(fullname, path, target)
+            return self._followed_by(_bring_strategy, fullname, path, target)
+        if fullname in LIGHTNING.values():
+            return self._followed_by(_register_strategy, fullname, path, target)
         if fullname.partition(".")[0] != "horovod":
             return None
         if fullname not in MODULES:
             raise ModuleNotFoundError(_refusal(fullname), name=fullname)
         return spec_from_loader(fullname, self, origin="hvlike", is_package=bool(_children(fullname)))
 
-    def _with_strategy(self, name: str, path: Sequence[str] | None, target: ModuleType | None) -> ModuleSpec | None:
-        """The spec of a package of Lightning, which has the strategy as soon as it is loaded."""
+    def _followed_by(
+        self, action: Callable[[str], None], name: str, path: Sequence[str] | None, target: ModuleType | None
+    ) -> ModuleSpec | None:
+        """The spec of somebody else's module, after whose import `action` is called with its name."""
         specs = (finder.find_spec(name, path, target) for finder in sys.meta_path if finder is not self)
         spec = next(filter(None, specs), None)
         if spec is not None and spec.loader is not None:
-            execute = spec.loader.exec_module
+            loader = spec.loader
 
-            def execute_and_add(module: ModuleType) -> None:
-                execute(module)
-                _add_strategy(name)
+            def execute_and_act(module: ModuleType) -> None:
+                # Of this import alone: modules of an archive share one loader.
+                del vars(loader)["exec_module"]
+                loader.exec_module(module)
+                action(name)
 
-            spec.loader.exec_module = execute_and_add  # type: ignore[method-assign]  # of this loader alone
+            vars(loader)["exec_module"] = execute_and_act
         return spec
 
     def create_module(self, spec: ModuleSpec) -> None:
@@ -168,11 +177,28 @@ class HorovodImporter(MetaPathFinder, Loader):
                 import_module(child)
 
 
-def _add_strategy(package: str) -> None:
-    """Let `Trainer(strategy="horovod")` and `strategies.HorovodStrategy` mean hvlike, unless Lightning has its own."""
-    strategies = import_module(f"{package}.strategies")
-    if not hasattr(strategies, "HorovodStrategy"):
-        strategy = import_module(LIGHTNING[package]).HorovodStrategy
+def _bring_strategy(package: str) -> None:
+    """Import hvlike's strategy for a package of Lightning, unless that has its own, as until version 2."""
+    strategies = sys.modules.get(f"{package}.strategies")
+    # What is being imported already, and has asked for Lightning, is registered when it is through.
+    if strategies is None or hasattr(strategies, "HorovodStrategy"):
+        return
+    if LIGHTNING[package] in sys.modules:
+        _register_strategy(LIGHTNING[package])
+        return
+    try:
+        import_module(LIGHTNING[package])
+    except ImportError as error:
+        # Most programs do not need it.
+        logger.warning('Trainer(strategy="horovod") of %s cannot be served: %s', package, error)
+
+
+def _register_strategy(place: str) -> None:
+    """Let `Trainer(strategy="horovod")` and `strategies.HorovodStrategy` mean hvlike."""
+    (package,) = (each for each, ours in LIGHTNING.items() if ours == place)
+    strategy = getattr(sys.modules[place], "HorovodStrategy", None)
+    if strategy is not None:
+        strategies = sys.modules[f"{package}.strategies"]
         setattr(strategies, strategy.__name__, strategy)
         strategy.register_strategies(strategies.StrategyRegistry)
 

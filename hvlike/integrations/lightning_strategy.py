@@ -313,6 +313,13 @@ class DataParallelStrategy(_ParallelStrategy):
         super().teardown()
 
 
+def inner_schedulers(scheduler: Any) -> Iterator[Any]:
+    """Yield a scheduler of learning rates and those that it consists of, as SequentialLR."""
+    yield scheduler
+    for each in getattr(scheduler, "_schedulers", ()):
+        yield from inner_schedulers(each)
+
+
 class HorovodDataParallelStrategy(DataParallelStrategy):
     """Does what programs know of the HorovodStrategy that Lightning had until version 2."""
 
@@ -340,8 +347,9 @@ class HorovodDataParallelStrategy(DataParallelStrategy):
             for group in optimizer.param_groups:
                 group["lr"] *= self.world_size
         for config in self.lr_scheduler_configs:
-            if hasattr(config.scheduler, "base_lrs"):
-                config.scheduler.base_lrs = [rate * self.world_size for rate in config.scheduler.base_lrs]
+            for scheduler in inner_schedulers(config.scheduler):
+                if hasattr(scheduler, "base_lrs"):
+                    scheduler.base_lrs = [rate * self.world_size for rate in scheduler.base_lrs]
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         """Gather the tensors of all ranks, one after the other, as Horovod's allgather. Collective; blocks.

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from hvlike.collectives.api.broadcast import broadcast_
 from hvlike.collectives.api.objects import broadcast_object
@@ -21,6 +21,7 @@ from hvlike.errors import CheckpointError, UsageError
 from hvlike.training.distributed_optimizer import DistributedOptimizer
 from hvlike.training.elastic.checkpoint_files import CheckpointFile, list_files, prune, read, write
 from hvlike.training.elastic.local_state import may_be_lost
+from hvlike.training.elastic.module_buffers import unwrapped
 
 
 def gather_optimizer_state(optimizer: DistributedOptimizer, root_rank: int = 0) -> dict[str, Any] | None:
@@ -81,15 +82,8 @@ def restore_parts(parts: Mapping[str, Any], saved: dict[str, Any], where: str) -
         if isinstance(value, DistributedOptimizer):
             # Forgets a step that an error has interrupted.
             value.abandon()
-        _unwrapped(value).load_state_dict(saved[name])
+        unwrapped(value).load_state_dict(saved[name])
     return {name: value for name, value in saved.items() if name not in parts}
-
-
-def _unwrapped(value: Any) -> Any:
-    """The module inside a DistributedDataParallel: its names then fit the model without it."""
-    inner = getattr(value, "module", None)
-    wraps = isinstance(value, nn.Module) and type(value).__name__ == "DistributedDataParallel"
-    return inner if wraps and isinstance(inner, nn.Module) else value
 
 
 def _strange(value: Any) -> str | None:
@@ -176,7 +170,7 @@ def save_all(folder: str | os.PathLike[str], step: int, saved: Mapping[str, Any]
             buffer = io.BytesIO()
             for name, value in saved.items():
                 if name not in gathered:
-                    gathered[name] = _unwrapped(value).state_dict() if is_stateful(value) else value
+                    gathered[name] = unwrapped(value).state_dict() if is_stateful(value) else value
             torch.save(gathered, buffer)
             file = write(Path(folder), step, buffer.getbuffer())
             prune(Path(folder), keep, file)

@@ -12,6 +12,13 @@ from hvlike.collectives.api.objects import broadcast_object
 from hvlike.collectives.session.basics import rank, size
 
 
+def unwrapped(value: Any) -> Any:
+    """The module inside a DistributedDataParallel: its names then fit the model without it."""
+    inner = getattr(value, "module", None)
+    wraps = isinstance(value, nn.Module) and type(value).__name__ == "DistributedDataParallel"
+    return inner if wraps and isinstance(inner, nn.Module) else value
+
+
 class ModuleBuffers:
     """The buffers of a module in its state dict, as a part of an elastic state beside the module itself.
 
@@ -24,7 +31,7 @@ class ModuleBuffers:
     may_be_lost = True
 
     def __init__(self, module: nn.Module) -> None:
-        self._module = module
+        self._module = unwrapped(module)
         self._gathered: dict[str, Any] = {}
 
     def local_state_dict(self) -> dict[str, Any]:

@@ -288,33 +288,40 @@ class TorchState(ObjectState):
         super().restore()
 
     def sync(self) -> None:
+        kept = self._agree_on_local_states()
         for name, value in self._parts.items():
             if has_common_state(value):
                 _sync_part(f"elastic.{name}", value)
-        if self._local:
-            self._give_back()
+        kept()
         self._restarted, self._synced = False, True
         super().sync()
         self._incomplete = False
 
-    def _give_back(self) -> None:
-        """Load what each rank has another one of: of the commit that all have gone back to, else as it is."""
+    def _agree_on_local_states(self) -> Callable[[], object]:
+        """Agree on what each rank has another one of: that of the commit that all go back to, else as it is now.
+
+        Returns what loads it, after the rest. Collective; blocks.
+        """
+        if not self._local:
+            return lambda: None
         commit = self.commits if self._goes_back else -1
         told = torch.tensor([commit, int(self._restarted), int(self._incomplete)], device="cpu")
         number, restarted, incomplete = allreduce(told, name="elastic.local", op=Max).tolist()
-        if number < 0:
-            for name in self._local if restarted else ():
-                own = deepcopy(self._parts[name].local_state_dict())
-                self._parts[name].load_local_state_dicts({rank(): own}, size())
-            return
+        if number >= 0:
+            return lambda: self._give_back(number, bool(incomplete))
+        own = {name: deepcopy(self._parts[name].local_state_dict()) for name in self._local} if restarted else {}
+        return lambda: [self._parts[name].load_local_state_dicts({rank(): each}, size()) for name, each in own.items()]
+
+    def _give_back(self, number: int, incomplete: bool) -> None:
+        """Load what each rank has had of its own at a commit. Collective; blocks."""
         found = {name: states.find(number, holds=self._goes_back) for name, states in self._local.items()}
         lost = {name: each for name, each in found.items() if each.lost and not may_be_lost(self._parts[name])}
-        self._incomplete = bool(lost or incomplete)
+        self._incomplete = bool(lost) or incomplete
         for name, states in self._local.items():
-            give = states.give_up if self._incomplete or found[name].lost else states.give_back
-            give(found[name], self._parts[name])
             if found[name].lost and not self._incomplete and rank() == 0:
                 logger.warning(_LOST, number, name, found[name].lost, found[name].ranks)
+            give = states.give_up if self._incomplete or found[name].lost else states.give_back
+            give(found[name], self._parts[name])
         if self._incomplete:
             self._go_back_to_disk(number, lost)
 
@@ -376,7 +383,8 @@ class TorchState(ObjectState):
             )
         self._parts[name] = value
         buffers = _buffers_of(name)
-        if buffers in self._parts and isinstance(value, nn.Module):
+        self._parts.pop(buffers, None), self._local.pop(buffers, None)
+        if isinstance(value, nn.Module):
             self._parts[buffers], self._local[buffers] = ModuleBuffers(value), LocalStates(buffers)
         for _, states in self._commits.values():
             states |= _copies({name: value}, {})

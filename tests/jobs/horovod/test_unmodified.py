@@ -36,17 +36,19 @@ def test_lightning_has_its_strategy_for_horovod_again() -> None:
     assert sorted(well) == [f"rank {rank} of 2: well" for rank in range(2)]
 
 
-LIGHTNING_FIRST = """
-import lightning.pytorch, hvlike.horovod
+IN_ANY_ORDER = """
+import pytorch_lightning, hvlike.horovod
 hvlike.horovod.install()
-trainer = lightning.pytorch.Trainer(strategy="horovod", accelerator="cpu", logger=False)
-assert type(trainer.strategy) is lightning.pytorch.strategies.HorovodStrategy
+from hvlike.integrations.lightning import HorovodStrategy
+from lightning.pytorch import Trainer
+assert type(Trainer(strategy="horovod", accelerator="cpu", logger=False).strategy) is HorovodStrategy
+assert issubclass(pytorch_lightning.strategies.HorovodStrategy, pytorch_lightning.strategies.ParallelStrategy)
 """
 
 
 @with_lightning
-def test_lightning_may_be_imported_before_install() -> None:
-    command = [sys.executable, "-c", LIGHTNING_FIRST]
+def test_lightning_may_be_imported_before_install_and_by_hvlike() -> None:
+    command = [sys.executable, "-c", IN_ANY_ORDER]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=100, env=job_environment({}))
     assert done.returncode == 0, done.stderr
 

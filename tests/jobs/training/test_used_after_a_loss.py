@@ -72,6 +72,7 @@ JOIN = """
 compressions = {
     "none": hvd.Compression.none,
     "fp16": hvd.Compression.fp16,
+    "bf16": hvd.Compression.bf16,
     "low rank": hvd.Compression.PowerSGD(start_powerSGD_iter=2),
     "top": hvd.Compression.TopK(0.25),
 }

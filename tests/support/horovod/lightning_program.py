@@ -1,7 +1,4 @@
-"""A program for Lightning with Horovod, in which nothing was changed: what it trains is what one process would train.
-
-python -m hvlike horovod lightning_program.py pytorch_lightning|lightning.pytorch
-"""
+"""A program for Lightning with Horovod, in which nothing was changed: it trains what one process would train."""
 
 import copy
 import tempfile
@@ -37,7 +34,8 @@ class Model(pytorch_lightning.LightningModule):
 
     def configure_optimizers(self):
         optimizer = torch.optim.SGD(self.parameters(), lr=LR, momentum=0.5)
-        return [optimizer], [torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 1 / (1 + epoch))]
+        schedules = [torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 1 / (1 + epoch)) for _ in range(2)]
+        return [optimizer], [torch.optim.lr_scheduler.SequentialLR(optimizer, schedules, milestones=[EPOCHS])]
 
 
 def trained_by_one(start):

@@ -12,7 +12,7 @@ from support.training.pretended_loss import COMMIT, after_loss, give_back
 from torch import Tensor, nn
 
 from hvlike.elastic import TorchState, run
-from hvlike.errors import HorovodInternalError
+from hvlike.errors import HorovodInternalError, HostsUpdatedInterrupt
 from hvlike.training.elastic import local_state
 from hvlike.training.elastic.checkpoint import save_all
 from hvlike.training.elastic.checkpoint_files import list_files
@@ -31,20 +31,16 @@ class Model(nn.Sequential):
         self.register_buffer("cache", torch.zeros(1), persistent=False)
 
 
-def fail() -> None:
-    raise HorovodInternalError("injected")
-
-
 @run
-def train(state: TorchState, hvd: ModuleType, failures: list[int]) -> None:
-    """Each rank sees other batches; fails once after each of these steps."""
+def train(state: TorchState, hvd: ModuleType, failures: list[int], kind: type[Exception]) -> None:
+    """Each rank sees other batches; fails once after each of these steps, before its commit."""
     while state.step < STEPS:
         generator = torch.Generator().manual_seed(100 * state.step + hvd.rank())
         state.model(torch.randn(8, 3, generator=generator))
         state.step += 1
         if state.step in failures:
             failures.remove(state.step)
-            fail()
+            raise kind("injected")
         state.commit()
 
 
@@ -58,11 +54,11 @@ def same(one: list[Tensor], other: list[Tensor]) -> bool:
     return all(torch.equal(mine, theirs) for mine, theirs in zip(one, other, strict=True))
 
 
-def trained(hvd: ModuleType, failures: list[int]) -> list[Tensor]:
+def trained(hvd: ModuleType, failures: list[int], kind: type[Exception] = HorovodInternalError) -> list[Tensor]:
     """What the statistics of this rank are at the end."""
     torch.manual_seed(0)
     state = TorchState(model=Model(), step=0)
-    train(state, hvd, failures)
+    train(state, hvd, failures, kind)
     return statistics(state.model)
 
 
@@ -70,6 +66,8 @@ def test_each_rank_has_its_own_after_an_error(hvd: ModuleType) -> None:
     whole = trained(hvd, [])
     assert same(trained(hvd, [3]), whole)
     assert same(trained(hvd, [1, 2, 5]), whole)
+    # Without going back: training starts again with the state as it is.
+    assert same(trained(hvd, [1, 4], HostsUpdatedInterrupt), whole)
     everybody = hvd.allgather_object(whole)
     assert hvd.size() == 1 or not same(everybody[0], everybody[1]), "each rank has its own"
 
@@ -77,7 +75,7 @@ def test_each_rank_has_its_own_after_an_error(hvd: ModuleType) -> None:
 def test_what_is_the_same_object_to_a_program_stays_it(hvd: ModuleType) -> None:
     state = TorchState(model=Model(), step=0)
     before = state.model[1].running_mean
-    train(state, hvd, [2])
+    train(state, hvd, [2], HorovodInternalError)
     assert state.model[1].running_mean is before
     assert set(ModuleBuffers(state.model).local_state_dict()) == {
         "table",
@@ -98,6 +96,12 @@ def test_with_fewer_ranks_all_have_those_of_rank_0(hvd: ModuleType) -> None:
         model = Model()
         give_back(after_loss(hvd, states, [lost]), COMMIT, ModuleBuffers(model))
         assert model[1].running_mean.tolist() == [10] * 4
+
+
+def test_names_are_those_of_the_model_without_a_wrapper(hvd: ModuleType) -> None:
+    model = Model()
+    wrapped = hvd.nn.DistributedDataParallel(model)
+    assert list(ModuleBuffers(wrapped).local_state_dict()) == list(ModuleBuffers(model).local_state_dict())
 
 
 def test_a_model_that_takes_the_place_of_another_has_its_own(hvd: ModuleType) -> None:

@@ -8,7 +8,8 @@ import torch
 from support.training.problem import loss_of, make_model, same_on_all_ranks, share, whole_batch
 from torch import Tensor
 
-from hvlike.elastic import HostsUpdatedInterrupt, ObjectState, TorchState, run
+import hvlike
+from hvlike.elastic import HostsUpdatedInterrupt, ObjectState, State, TorchState, run
 from hvlike.errors import HorovodInternalError, UsageError
 
 STEPS = 5
@@ -122,6 +123,41 @@ def test_callbacks_and_process_sets_after_a_restart(hvd: ModuleType) -> None:
     assert [each.process_set_id for each in alone] == list(range(1, len(alone) + 1))
     hvd.shutdown()
     hvd.init()
+
+
+class Counter(State):
+    """A state of one's own, as Horovod's documentation has it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.value = self.saved = 0
+
+    def save(self) -> None:
+        self.saved = self.value
+
+    def restore(self) -> None:
+        self.value = self.saved
+
+    def sync(self) -> None:
+        self.value = int(hvlike.broadcast(torch.tensor(self.value), root_rank=0))
+        self.save()
+
+
+def test_a_state_of_ones_own_goes_back_to_its_commit(job: ModuleType) -> None:
+    seen: list[int] = []
+
+    @run
+    def loop(state: Counter) -> None:
+        seen.append(state.value)
+        state.value += 1
+        if len(seen) == 1:
+            state.commit()
+            state.value = 99
+            mismatch(job)
+
+    state = Counter()
+    loop(state)
+    assert (seen, state.value, state.commits) == ([0, 1], 2, 1)
 
 
 def test_an_interrupt_keeps_the_state_and_may_skip_sync(job: ModuleType) -> None:
