@@ -1,14 +1,15 @@
 """Options of an optimizer that differ between the ranks, a learning rate say: each is said once.
 
 With the agreement on a plan each rank compares its own with those of the first rank. After steps 1, 2, 4, ... 64, 128,
-192, ... it looks at them again. Where they have changed it sends them to the next rank of the set, which compares them
-with its own after the same step: unless all have changed alike, some rank now differs from the one before it. The first
-rank logs what was found.
+192, ..., and before hvlike ends, it looks at them again. Where they have changed it sends them to the next rank of the
+set, which compares them with its own after the same step: unless all have changed alike, some rank now differs from the
+one before it. The first rank logs what was found.
 """
 
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any, TypeAlias
@@ -20,9 +21,11 @@ logger = logging.getLogger("hvlike")
 
 Options: TypeAlias = tuple[tuple[str, str], ...]
 """What each is called, and its value as text."""
-ReadOptions: TypeAlias = Callable[[], Options]
+ReadOptions: TypeAlias = Callable[[bool], Options]
+"""Whether hvlike is about to end: what was begun stays unfinished then."""
 
 MOST_STEPS = 64  # Between two looks; options that are scheduled change for long
+_AT_END = sys.maxsize  # In place of a step
 _KEPT = 4  # Looks of this rank, and of the rank before it, that are compared later: a step keeps the ranks together
 
 
@@ -53,9 +56,9 @@ class OptionWatch:
         self._told: set[str] = set()
         self._lock = threading.Lock()
 
-    def read(self) -> Options:
+    def read(self, *, at_end: bool = False) -> Options:
         read = self._read()
-        return () if read is None else read()
+        return () if read is None else read(at_end)
 
     def begin(self, plan: int, agreed: Options, options: Options) -> None:
         """A plan was agreed, by ranks of which the first has proposed these options and this one those."""
@@ -65,7 +68,7 @@ class OptionWatch:
 
     def look(self, plan: int, step: int) -> int:
         """Look at the options after this step of the plan of this number; return after which step to look next."""
-        options = self.read()
+        options = self.read(at_end=step == _AT_END)
         with self._lock:
             if plan != self._plan:
                 self._plan, self._looks = plan, {}
@@ -77,6 +80,11 @@ class OptionWatch:
         if early is not None:
             self._compare(self._before, early, options)
         return step + min(step, MOST_STEPS)
+
+    def look_at_end(self) -> None:
+        """Look once more before hvlike ends: this rank may have left out the last step(). Local."""
+        if self._plan >= 0 and self._read() is not None:
+            self.look(self._plan, _AT_END)
 
     def hear(self, rank: int, plan: int, step: int, options: Any) -> None:
         """The options of the rank before this one; on the first rank also what another one has found. In the loop."""

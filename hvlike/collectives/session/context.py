@@ -234,6 +234,9 @@ class Context:
             # The user has finalized MPI: no rank can be reached any more.
             loop.close()
             return
+        for set_state in self.registry.set_states.values():
+            for watch in list(set_state.controller.watches.values()):
+                watch.look_at_end()
         try:
             loop.wait(
                 lambda: all(each.queues.first.idle for each in self.registry.set_states.values()), _FINISH_SECONDS

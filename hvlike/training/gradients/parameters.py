@@ -245,9 +245,11 @@ class Comparison:
         if isinstance(self._optimizer, Optimizer):
             reducer.watch_options(WeakMethod(self._options))
 
-    def _options(self) -> Options:
+    def _options(self, at_end: bool) -> Options:
         assert self._reducer is not None
         plan, unused = self._reducer.serial, self._reducer.served - self.updates
+        if at_end:
+            unused += self._reducer.busy
         if plan != self._unused[0]:
             self._unused = (plan, unused)
         counted = ("reductions that no step() has used", str(unused - self._unused[1]))

@@ -385,7 +385,7 @@ class ZeroRedundancyOptimizer(ShardedState, BuiltInJoinable):
             self._queue.agree()
             state_service(current()).optimizers[self._group.number, self._queue.name] = self
 
-    def _options(self) -> Options:
+    def _options(self, at_end: bool) -> Options:
         return describe_options(self._groups)
 
     # Join

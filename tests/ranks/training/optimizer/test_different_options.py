@@ -84,6 +84,23 @@ def test_a_rank_that_does_not_use_a_reduction_is_named(hvd: ModuleType, said: An
     assert all("reductions that no step() has used" in text and "0 on rank 0, 1 on rank" in text for text in found)
 
 
+def test_a_rank_that_leaves_out_the_last_step_is_named_before_the_end(hvd: ModuleType, said: Any) -> None:
+    model, last = make_model(), hvd.size() - 1
+    optimizer = optimizer_of(hvd, model, "Average", 0.1)
+    train(hvd, model, optimizer, 6)
+    loss_of(model, share(hvd, whole_batch(6))).backward()
+    optimizer.synchronize()
+    if hvd.rank() != last:
+        with optimizer.skip_synchronize():
+            optimizer.step()
+    assert not said()
+    hvd.shutdown()
+    hvd.init()
+    found = said()
+    assert len(found) == (hvd.rank() == 0)
+    assert all(f"0 on rank 0, 1 on rank {last}" in text for text in found)
+
+
 @pytest.mark.parametrize("kind", ["Average", "Adasum", "ZeRO"])
 def test_options_that_change_alike_are_no_news(hvd: ModuleType, said: Any, kind: str) -> None:
     model = make_model()
