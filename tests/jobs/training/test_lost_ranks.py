@@ -8,7 +8,14 @@ from pathlib import Path
 import pytest
 from support.job import IS_OPEN_MPI, LAUNCHER, OPEN_MPI_FLAGS, RunningJob, job_environment, run_job
 from support.kills.campaign import FLAGS, run_once
-from support.kills.judge import commits_of, read_lines, what_is_wrong
+from support.kills.judge import (
+    Line,
+    commits_of,
+    own_states_of,
+    read_lines,
+    what_is_wrong,
+    what_is_wrong_with_own_states,
+)
 
 pytestmark = pytest.mark.skipif(not IS_OPEN_MPI, reason="only Open MPI has ULFM")
 
@@ -16,16 +23,19 @@ STEPS, LIMIT = 60, 90.0
 
 
 @pytest.fixture(scope="module")
-def reference() -> dict[int, str]:
-    """The digests of the commits of two ranks that nobody kills."""
+def reference() -> list[Line]:
+    """What two ranks say that nobody kills."""
     job, *_ = run_once(2, 0, STEPS, [], LIMIT)
-    return commits_of(read_lines(job.check().stdout))
+    return read_lines(job.check().stdout)
 
 
 @pytest.mark.timeout(120)
-def test_a_spare_takes_over_and_the_result_is_the_same_bit_for_bit(reference: dict[int, str]) -> None:
+def test_a_spare_takes_over_and_the_result_is_the_same_bit_for_bit(reference: list[Line]) -> None:
     job, killed, _, left = run_once(2, 1, STEPS, [(0.1, [0])], LIMIT)
-    assert what_is_wrong(read_lines(job.stdout), 2, 1, killed, reference) == [], job.describe()
+    lines = read_lines(job.stdout)
+    assert what_is_wrong(lines, 2, 1, killed, commits_of(reference)) == [], job.describe()
+    own = own_states_of(reference)
+    assert what_is_wrong_with_own_states(lines, 2, own, from_disk=False) == [], job.describe()
     assert (job.survivors, left) == ((), [])
     assert "goes on with 2 of 2 ranks and 0 spares" in job.stderr
 

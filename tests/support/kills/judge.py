@@ -53,9 +53,9 @@ def what_is_wrong(
     if missing and sizes == {len(alive)}:
         wrong.append(f"places {missing} have not ended")
     wrong += [
-        f"place {place}: a fresh run from the last commit gives {words[2]}, not {results[place][2]}"
+        f"place {place}: a fresh run from the last commit gives {words[2:4]}, not {results[place][2:4]}"
         for place, words in again.items()
-        if place in results and words[2] != results[place][2]
+        if place in results and words[2:4] != results[place][2:4]
     ]
     for line in lines:
         if line.what == "BEGIN":
@@ -80,7 +80,7 @@ def _killed_at_the_end(lines: Sequence[Line], alive: Collection[int], killed: Co
 
 
 def own_states_of(lines: Sequence[Line]) -> dict[int, tuple[str, str]]:
-    """What each rank had of its own at each commit of a run without failures: the digest, and the numbers."""
+    """What each rank had of its own at each commit of a run without failures: the digests, and the numbers."""
     begun = {int(line.words[2]): line.words[5:7] for line in lines if line.what == "BEGIN"}
     told = begun | {int(line.words[0]): line.words[3:5] for line in lines if line.what == "COMMIT"}
     return {commit: (words[0], words[1]) for commit, words in told.items() if len(words) == 2}
@@ -97,19 +97,46 @@ def what_is_wrong_with_own_states(
     """What ranks had of their own has not come back: bit for bit to as many ranks, in sum to fewer.
 
     reference: own_states_of() the same job without failures. from_disk: a checkpoint was loaded, which leaves it out
-    where there are fewer ranks. lost: commits of which the job said that nobody has all of it any more: from the first
-    of them on the training is another one.
+    where there are fewer ranks. lost: commits of which the job said that nobody has all of it any more: all ranks go on
+    with those of one, and from the first such commit on the training is another one.
     """
     wrong = []
     for line in lines if reference else ():
-        if line.what != "BEGIN" or int(line.words[2]) >= min(lost, default=math.inf):
-            continue
-        rank, size, commit, _, _, state, numbers = line.words
-        expected, sums = reference[int(commit)]
-        if int(size) == ranks and state != expected:
-            wrong.append(f"place {line.place}, rank {rank} of {size} began with wrong states of the ranks, {commit}")
-        if _is_first_smaller(lines, line) and not _alike(numbers, sums) and not (from_disk and _is_nothing(numbers)):
-            wrong.append(f"place {line.place}, rank {rank} of {size} began with {numbers}, not {sums}, {commit}")
+        if line.what == "COMMIT" and int(line.words[0]) < min(lost, default=math.inf):
+            commit, size, _, state, _ = line.words
+            if int(size) == ranks and not _was_smaller(lines, line, ranks) and state != reference[int(commit)][0]:
+                wrong.append(f"place {line.place} made commit {commit} with wrong states of the ranks: {state}")
+        if line.what == "BEGIN" and int(line.words[2]) < min(lost, default=math.inf):
+            rank, size, commit, _, _, state, numbers = line.words
+            expected, sums = reference[int(commit)]
+            who = f"place {line.place}, rank {rank} of {size}"
+            if int(size) == ranks and state != expected:
+                wrong.append(f"{who} began with wrong states of the ranks, {commit}")
+            nothing = from_disk and _is_nothing(numbers)
+            if _is_first_smaller(lines, line) and not _alike(numbers, sums) and not nothing:
+                wrong.append(f"{who} began with {numbers}, not {sums}, {commit}")
+    for commit in lost:
+        wrong += _not_those_of_one(lines, ranks, commit, reference if commit == min(lost) else {})
+    return wrong
+
+
+def _not_those_of_one(
+    lines: Sequence[Line], ranks: int, commit: int, reference: Mapping[int, tuple[str, str]]
+) -> list[str]:
+    """What is wrong with the last attempts from a commit that was lost in part: all ranks have to have the same states,
+    which are those of one of them in the reference.
+    """
+    wrong = []
+    ended = {line.place for line in lines if line.what == "RESULT"}
+    # Before the loss an attempt may have begun from the same commit, with the states of each rank.
+    last = {line.place: line for line in lines if line.what == "BEGIN" and int(line.words[2]) == commit}
+    for place in sorted(ended & set(last)):
+        states = set(last[place].words[5].split(","))
+        comparable = reference and not _was_smaller(lines, last[place], ranks)
+        if len(states) > 1 or (comparable and not states <= set(reference[commit][0].split(","))):
+            wrong.append(
+                f"place {place} began from {commit}, of which states were lost, not with those of one: {states}"
+            )
     return wrong
 
 
@@ -124,6 +151,12 @@ def _alike(one: str, other: str) -> bool:
 
 def _is_nothing(numbers: str) -> bool:
     return not any(map(float, numbers.split(",")))
+
+
+def _was_smaller(lines: Sequence[Line], line: Line, ranks: int) -> bool:
+    """Whether the place of the line had begun with fewer ranks before."""
+    mine = [each for each in lines if each.place == line.place]
+    return any(each.what == "BEGIN" and int(each.words[1]) < ranks for each in mine[: mine.index(line)])
 
 
 def _is_first_smaller(lines: Sequence[Line], line: Line) -> bool:

@@ -8,8 +8,8 @@ at which their last attempt began, and tell both results: they have to be the sa
 
 Each training has what only one rank has. `plain`: running statistics, of which fewer ranks get those of rank 0.
 `zero`: the shards of a ZeroRedundancyOptimizer, whose states the digest holds by parameter, whoever owns it.
-`powersgd`: what compression has left over. After the digest come a digest of that by rank, and what stays where ranks
-are fewer: the statistics of rank 0, or numbers that are the same but for rounding where fewer ranks share the same sum.
+`powersgd`: what compression has left over. After the digest come the digests of that by rank, and what stays where
+ranks are fewer: the statistics of rank 0, or numbers that are the same but for rounding where fewer share the same sum.
 """
 
 import copy
@@ -43,7 +43,7 @@ def describe(state: hvd.elastic.TorchState) -> list[object]:
     """A digest of what all ranks share, and what each has of its own. Collective."""
     if TRAINING == "plain":
         statistics = hvd.allgather_object(short(dict(state.model.named_buffers())))
-        return [digest(state.model), short(statistics), statistics[0]]
+        return [digest(state.model), ",".join(statistics), statistics[0]]
     own = state.optimizer.local_state_dict()
     if TRAINING == "zero":
         shards = hvd.allgather_object({place: short(each) for place, each in own["state"].items()})
@@ -55,7 +55,7 @@ def describe(state: hvd.elastic.TorchState) -> list[object]:
     means = torch.tensor([numbers for _, numbers in told], dtype=torch.float64).mean(0)
     return [
         short([digest(state.model), shared, memory]),
-        short([each for each, _ in told]),
+        ",".join(each for each, _ in told),
         ",".join(f"{each:.12g}" for each in means.tolist()),
     ]
 
@@ -127,7 +127,7 @@ def train(state: hvd.elastic.TorchState, steps: int, begun: dict[str, object]) -
             told = describe(state)
             if hvd.rank() == 0:
                 say("COMMIT", state.commits, hvd.size(), *told)
-    begun["result"] = describe(state)[0]
+    begun["result"] = describe(state)
 
 
 def main() -> None:
@@ -137,7 +137,7 @@ def main() -> None:
     (folder / f"process-{PLACE}").write_text(str(os.getpid()))
     state, begun = make_state(), {}
     train(state, steps, begun)
-    say("RESULT", hvd.rank(), hvd.size(), begun["result"])
+    say("RESULT", hvd.rank(), hvd.size(), *begun["result"])
     again = make_state()
     again.model.load_state_dict(begun["model"])
     if TRAINING == "zero":
@@ -147,7 +147,7 @@ def main() -> None:
     again.step = begun["step"]
     while again.step < steps:
         train_step(again)
-    say("AGAIN", hvd.rank(), hvd.size(), describe(again)[0])
+    say("AGAIN", hvd.rank(), hvd.size(), *describe(again))
     hvd.shutdown()
     say("END")
 

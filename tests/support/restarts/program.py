@@ -2,7 +2,8 @@
 
     program.py STEPS RESULT [--pause S] [--commit-every N] [--kill RANK@STEP]
 
-The result is the digest of parameters, momentum and what each step has seen: the same bits whatever has happened.
+The result is the digest of parameters, momentum, what each step has seen and the running statistics of every rank: the
+same bits whatever has happened, as long as there are as many ranks each time.
 """
 
 import argparse
@@ -26,7 +27,9 @@ def main() -> None:
     hvd.init()
     torch.manual_seed(1)
     data = TensorDataset(torch.randn(ROWS, 6), torch.randn(ROWS, 1))
-    model = torch.nn.Sequential(torch.nn.Linear(6, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1))
+    model = torch.nn.Sequential(
+        torch.nn.Linear(6, 16), torch.nn.BatchNorm1d(16), torch.nn.Tanh(), torch.nn.Linear(16, 1)
+    )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 10, 0.9)
@@ -35,11 +38,11 @@ def main() -> None:
         model=model, optimizer=optimizer, schedule=schedule, sampler=sampler, epoch=0, step=0, seen=[]
     )
     train(state, data, options)
+    buffers = hvd.allgather_object(digest_of(list(model.buffers())))
     if hvd.rank() == 0:
         values = [*model.parameters(), *(optimizer.state[each]["momentum_buffer"] for each in model.parameters())]
-        digest = hashlib.sha256(b"".join(each.detach().numpy().tobytes() for each in values))
-        digest.update(repr((state.step, state.epoch, state.seen)).encode())
-        Path(options.result).write_text(digest.hexdigest())
+        text = repr((digest_of(values), state.step, state.epoch, state.seen, buffers))
+        Path(options.result).write_text(hashlib.sha256(text.encode()).hexdigest())
         print("trained", flush=True)
     hvd.shutdown()
 
@@ -74,6 +77,11 @@ def train(state: hvd.elastic.TorchState, data: TensorDataset, options: argparse.
             state.epoch += 1
             state.sampler.set_epoch(state.epoch)
     state.commit()
+
+
+def digest_of(values: list[torch.Tensor]) -> str:
+    """A name for the exact values."""
+    return hashlib.sha256(b"".join(each.detach().numpy().tobytes() for each in values)).hexdigest()
 
 
 def parse_arguments() -> argparse.Namespace:
