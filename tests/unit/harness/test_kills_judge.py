@@ -109,9 +109,10 @@ def test_from_a_commit_that_was_lost_in_part_all_go_on_with_the_states_of_one() 
     result = "0 RESULT 0 2 c s,t s"
     assert judge_own("0 2 1 3 b y,z y", result, lost=[1])
     assert judge_own("0 2 1 3 b s,s s", result, lost=[1])
-    # After another such commit the reference has nothing to say.
+    # After another such commit, and with fewer ranks, the reference has nothing to say.
     assert judge_own("0 2 1 3 b s,s s", result, lost=[0, 1]) == []
     assert judge_own("0 2 1 3 b s,t s", result, lost=[0, 1])
+    assert judge_own("0 1 1 3 b y 4,1,-2,3", "0 BEGIN 0 1 2 6 c s s\n0 RESULT 0 1 c t t", lost=[2]) == []
     # Whoever began before the loss had its own.
     assert judge_own("0 2 1 3 b y,z y", lost=[1]) == []
     assert judge_own("0 2 1 3 b y,z y", f"0 BEGIN 0 2 1 3 b y,y y\n{result}", lost=[1]) == []
