@@ -112,8 +112,8 @@ def what_is_wrong_with_own_states(
             who = f"place {line.place}, rank {rank} of {size}"
             if int(size) == ranks and state != expected:
                 wrong.append(f"{who} began with wrong states of the ranks, {commit}")
-            nothing = from_disk and _is_nothing(numbers)
-            if _is_first_smaller(lines, line) and not _alike(numbers, sums) and not nothing:
+            right = _alike(numbers, sums) or (from_disk and _is_nothing(numbers))
+            if _is_first_smaller(lines, line) and not right:
                 wrong.append(f"{who} began with {numbers}, not {sums}, {commit}")
     for commit in lost:
         wrong += _not_those_of_one(lines, ranks, commit, reference if commit == min(lost) else {})

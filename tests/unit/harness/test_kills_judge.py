@@ -90,6 +90,11 @@ def test_states_of_the_ranks_that_are_wrong_are_found(begin: str) -> None:
     assert judge_own(begin)
 
 
+def test_a_training_without_such_states_is_right() -> None:
+    lines = read_lines("0 BEGIN 0 2 0 0 a - -\n0 COMMIT 1 2 b - -\n0 BEGIN 0 1 1 3 b - -")
+    assert what_is_wrong_with_own_states(lines, 2, own_states_of(lines), from_disk=True) == []
+
+
 def test_a_later_commit_has_the_states_of_the_ranks_too() -> None:
     assert judge_own("0 2 1 3 b y,z 4,1,-2,3", "0 COMMIT 2 2 c v,w 5,1,-2,3") == []
     assert judge_own("0 2 1 3 b y,z 4,1,-2,3", "0 COMMIT 2 2 c v,v 5,1,-2,3")
