@@ -13,7 +13,13 @@ from typing import Any
 import torch
 
 from hvlike.backends.arithmetic.reduce_op import ReduceOp, op_name, reduce_op
-from hvlike.collectives.api.gradients import Incoming, allreduce_gradient, differentiable, follows_horovod
+from hvlike.collectives.api.gradients import (
+    Incoming,
+    allreduce_gradient,
+    differentiable,
+    follows_horovod,
+    has_horovods_gradients,
+)
 from hvlike.collectives.compression import Compression, CompressorLike, check_compressor
 from hvlike.collectives.controller.inline_calls import inline_allreduces
 from hvlike.collectives.requests.process_set import ProcessSet
@@ -365,10 +371,13 @@ def _reduce_out_of_place(call: Call, reduction: Reduction, tensors: list[torch.T
     if not needs_gradient(tensors):
         return forward(tensors)
 
+    own = reduction.op in (Sum, Average)
+
     def gradient(incoming: Incoming, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        own = reduction.op in (Sum, Average)
         if not own and follows_horovod(f"{call.what} with op {op_name(reduction.op)}", call.set_state.group, "not"):
             return run(list(incoming.values()), "gradient", reduction)
         return allreduce_gradient(run, reduction, incoming, inputs)
 
-    return differentiable(forward, gradient, tensors, keep=reduction.op in (Min, Max, Product))
+    # Only the derivative needs the tensors: Horovod's gradient lets each output of a group have a backward of its own.
+    keep = reduction.op in (Min, Max, Product) and not has_horovods_gradients()
+    return differentiable(forward, gradient, tensors, keep=keep)

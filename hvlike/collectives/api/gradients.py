@@ -68,10 +68,14 @@ logger = logging.getLogger("hvlike")
 _told: WeakSet[Context] = WeakSet()
 
 
+def has_horovods_gradients() -> bool:
+    """Return whether hvlike runs with HVLIKE_GRADIENTS=horovod. Local."""
+    return current().knobs.gradients == HOROVODS_OWN
+
+
 def follows_horovod(what: str, group: Group, factor: str) -> bool:
     """Return whether the backward of `what` gives what Horovod has there. Local; the log says so the first time."""
-    running = current()
-    follows = running.knobs.gradients == HOROVODS_OWN
+    running, follows = current(), has_horovods_gradients()
     if follows and running not in _told and running.world.rank == group.ranks[0]:
         _told.add(running)
         logger.warning(

@@ -77,6 +77,17 @@ def test_allreduce_applies_its_op_to_the_gradients_too(horovods: ModuleType) -> 
         torch.testing.assert_close(found, again if every is None else every)
 
 
+def test_each_output_of_a_group_has_a_backward_of_its_own(horovods: ModuleType) -> None:
+    hvd = horovods
+    for op in (hvd.Min, hvd.Max, hvd.Product):
+        leaves = [torch.ones(3, 2, requires_grad=True), torch.ones(3, 2, requires_grad=True)]
+        for output in hvd.grouped_allreduce(leaves, op=op):
+            (weights(hvd.rank(), 3) * output).sum().backward()
+        expected = hvd.allreduce(weights(hvd.rank(), 3), op=op)
+        for leaf in leaves:
+            torch.testing.assert_close(leaf.grad, expected)
+
+
 def test_alltoall_and_the_second_derivative_of_allgather_are_no_different(horovods: ModuleType) -> None:
     hvd = horovods
     rank, size = hvd.rank(), hvd.size()
