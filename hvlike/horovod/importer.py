@@ -143,7 +143,8 @@ class HorovodImporter(MetaPathFinder, Loader):
             return None
         if fullname not in MODULES:
             raise ModuleNotFoundError(_refusal(fullname), name=fullname)
-        return spec_from_loader(fullname, self, origin="hvlike", is_package=bool(_children(fullname)))
+        # Every one is a package: Python itself refuses what is inside of other modules, and says nothing of hvlike.
+        return spec_from_loader(fullname, self, origin="hvlike", is_package=True)
 
     def _followed_by(
         self, action: Callable[[str], None], name: str, path: Sequence[str] | None, target: ModuleType | None

@@ -1,6 +1,8 @@
 """The table of Horovod's modules, the importer's refusals, and what stands in for what hvlike has not."""
 
 import inspect
+import re
+import sys
 from importlib import import_module
 
 import pytest
@@ -32,6 +34,7 @@ def test_every_module_has_its_parent_in_the_table() -> None:
         ("horovod.keras", "Programs of other frameworks need Horovod itself."),
         ("horovod.mxnet", "Programs of other frameworks need Horovod itself."),
         ("horovod.spark", "Start the ranks with mpirun, a scheduler, or hvlike.run."),
+        ("horovod.ray", "Start the ranks with mpirun, a scheduler, or hvlike.run."),
         ("horovod.torch.mpi_lib_v2", "The rest of horovod.torch is the inside of Horovod."),
     ],
 )
@@ -40,6 +43,21 @@ def test_what_is_not_served_says_what_is(module: str, text: str) -> None:
         HorovodImporter().find_spec(module)
     assert text in str(raised.value)
     assert raised.value.name == module
+
+
+@pytest.mark.parametrize(
+    ("module", "text"),
+    [
+        ("horovod.runner.launch", "Start the ranks with mpirun, a scheduler, or hvlike.run."),
+        ("horovod.spark.torch", "has no 'horovod.spark'; it serves "),
+        ("horovod.torch.mpi_ops.inner", "The rest of horovod.torch is the inside of Horovod."),
+    ],
+)
+def test_an_import_of_what_is_not_served_says_so(module: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "modules", sys.modules.copy())
+    monkeypatch.setattr(sys, "meta_path", [HorovodImporter(), *sys.meta_path])
+    with pytest.raises(ModuleNotFoundError, match=re.escape(text)):
+        import_module(module)
 
 
 def test_other_modules_are_left_to_other_importers() -> None:
