@@ -11,16 +11,17 @@ from hvlike.errors import UsageError
 _MOST_NAMES = 5
 
 DROP = "To drop gradients instead, call optimizer.synchronize() and then optimizer.zero_grad() on every rank."
+_EVERY_RANK = "Every rank calls step(): if other ranks have called it here, this one has left it out."
 _CHANGE = "Call optimizer.synchronize() before you change gradients, and step under optimizer.skip_synchronize()."
 
 ZERO_GRAD_WHILE_REDUCING = (
     "optimizer.zero_grad() was called after loss.backward() but before optimizer.step() or optimizer.synchronize(). "
-    f"This is prohibited as it can cause a race condition. {DROP} A backward pass for another optimizer that comes "
-    "through these parameters too, as in a GAN, runs inside of optimizer.no_sync()."
+    f"This is prohibited as it can cause a race condition. {_EVERY_RANK} {DROP} A backward pass for another optimizer "
+    "that comes through these parameters too, as in a GAN, runs inside of optimizer.no_sync()."
 )
 NO_SYNC_WHILE_REDUCING = (
     "optimizer.no_sync() was entered after loss.backward() but before optimizer.step(). Passes that accumulate locally "
-    f"come first, then one outside of no_sync(), then step(). {DROP}"
+    f"come first, then one outside of no_sync(), then step(). {_EVERY_RANK} {DROP}"
 )
 # Horovod's warning. The gradients are not reduced again here, so that no run is slower for it.
 STEP_AFTER_SYNCHRONIZE = (
