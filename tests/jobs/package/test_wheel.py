@@ -1,4 +1,4 @@
-"""Source distribution and wheel hold every module, the type marker, the license and no more."""
+"""Source distribution and wheel hold every module, the type marker, the license and no more; PyPI would take them."""
 
 import shutil
 import subprocess
@@ -33,3 +33,7 @@ def test_both_distributions_are_complete(tmp_path: Path) -> None:
     assert set(zipfile.ZipFile(wheel).namelist()) == expected | {f"{information}/{each}" for each in OF_WHEEL}
     assert archive.name == f"hvlike-{hvlike.__version__}.tar.gz"
     assert wheel.name == f"hvlike-{hvlike.__version__}-py3-none-any.whl"
+    # What PyPI would refuse: a description that does not render, metadata that is not there.
+    check = [sys.executable, "-m", "twine", "check", "--strict", str(archive), str(wheel)]
+    checked = subprocess.run(check, capture_output=True, text=True, check=False)
+    assert checked.returncode == 0, checked.stdout + checked.stderr
