@@ -24,6 +24,8 @@ def test_an_error_of_nccl_is_raised_on_every_rank_and_a_new_queue_follows(late: 
     assert schedule is not None
     device = schedule.device
     assert device is not None
+    # The first step is over everywhere.
+    hvd.barrier()
     if hvd.rank() == 0:
         late.nccl.links[-1].failure = RuntimeError("NCCL_ERROR_INTERNAL_ERROR: internal error")
     # No rank begins the next step before all have heard of it; the device is watched while they wait.
