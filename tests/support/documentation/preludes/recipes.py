@@ -6,7 +6,6 @@ from torch import Tensor
 
 import hvlike as hvd
 
-make_model = Net
 torch.manual_seed(hvd.rank())
 loader = make_loader(4)
 images, labels = loader[0]
