@@ -1,4 +1,4 @@
-"""A cut link, a frozen rank: no MPI notices them, the heartbeat does, and one side goes on or none."""
+"""A cut link, a frozen rank: MPI does not notice, the heartbeat does. A lost rank of another host: the others go on."""
 
 import os
 import re
@@ -50,6 +50,17 @@ def test_a_job_that_cannot_go_on_ends_with_one_report() -> None:
         _wait_for_end(processes)
         assert job.errors().count("Nothing was heard of rank 2 for 2 s") == 1, job.errors()
         assert "of 2 is" not in job.output()
+
+
+@pytest.mark.parametrize("lost", [0, 3])
+def test_a_rank_on_another_host_is_lost_and_the_others_train_on(lost: int) -> None:
+    with hosts(2) as machines, machines.start(PROGRAM, 2, env=ENV, flags=SURVIVES) as job:
+        processes = _start(job, 4)
+        os.kill(processes[lost], signal.SIGKILL)
+        for rank in range(3):
+            job.wait_for_output(f"rank {rank} of 3 is through", 30)
+        assert not job.wait(30).survivors
+        assert "goes on with 3 of 4 ranks" in job.errors()
 
 
 def test_a_stopped_rank_is_killed_and_the_other_trains_on() -> None:
