@@ -20,6 +20,7 @@ from hvlike.errors import CheckpointError, UsageError
 from hvlike.training.broadcast import broadcast_optimizer_state, broadcast_parameters
 from hvlike.training.distributed_optimizer import DistributedOptimizer
 from hvlike.training.elastic.checkpoint import is_stateful
+from hvlike.training.elastic.commit_check import CommitCheck
 from hvlike.training.elastic.copies import copy_into
 from hvlike.training.elastic.local_state import (
     Found,
@@ -235,6 +236,7 @@ class TorchState(ObjectState):
     What each rank has another one of (the shards of a ZeroRedundancyOptimizer, what compression has left over, buffers
     of modules such as the running statistics of BatchNorm, and what an object's local_state_dict() returns, see
     LocalState) is kept by the next rank, too, and survives a lost rank.
+    The first two commits after sync() compare the parameters of modules between ranks.
     restore() is local, and save() where there is no such part. sync() gives every rank what rank 0 has, and merges what
     the ranks have processed of samplers. It is collective: all ranks, with the same names; blocks.
 
@@ -246,7 +248,8 @@ class TorchState(ObjectState):
     Raises:
         UsageError: A name is that of a method of the state.
         ShapeMismatchError: From sync(), on every rank: models differ between ranks.
-        MismatchError: From sync(), on every rank: optimizers differ between ranks.
+        MismatchError: From sync(), on every rank: optimizers differ between ranks. From commit(), on every rank:
+            parameters that were the same on all ranks differ; elastic.run goes back to the commit before.
 
     Example:
         state = hvd.elastic.TorchState(model=model, optimizer=optimizer, epoch=0, batch=0)
@@ -265,6 +268,7 @@ class TorchState(ObjectState):
             if isinstance(value, nn.Module)
         }
         self._local = {name: LocalStates(name) for name, value in self._parts.items() if isinstance(value, LocalState)}
+        self._commit_check = CommitCheck()
         self._goes_back = self._restarted = self._synced = False
         self._incomplete = False  # Whether a part has lost what only one rank had, until a checkpoint is loaded
         super().__init__(**{name: value for name, value in objects.items() if name not in self._parts})
@@ -273,6 +277,8 @@ class TorchState(ObjectState):
         for name, value in self._parts.items():
             if isinstance(value, ElasticSampler):
                 value.merge(f"elastic.{name}.recorded")
+        modules = {name: value for name, value in self._parts.items() if isinstance(value, nn.Module)}
+        self._commit_check.compare(self.commits + 1, modules)
         super().commit()
 
     def save(self) -> None:
@@ -296,6 +302,7 @@ class TorchState(ObjectState):
         self._restarted, self._synced = False, True
         super().sync()
         self._incomplete = False
+        self._commit_check.start()
 
     def _agree_on_local_states(self) -> Callable[[], object]:
         """Agree on what each rank has another one of: that of the commit that all go back to, else as it is now.
