@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, cast
 from hvlike.errors import LaunchError, UsageError
 from hvlike.transport.failure import fault_tolerance, guard
 from hvlike.transport.failure.fault_tolerance import Job
+from hvlike.transport.failure.fault_tolerant_comm import failed_ranks
 from hvlike.transport.failure.watchdog import init_watchdog, start_watchdog
 from hvlike.transport.host import launchers, mpi_library, topology
 
@@ -134,7 +135,7 @@ class World(topology.Topology):
         if self.job is None:
             return []
         self.comm.progress()
-        return fault_tolerance.failed_ranks(self.mpi, self.comm)
+        return failed_ranks(self.mpi, self.comm)
 
     @property
     def place(self) -> World:

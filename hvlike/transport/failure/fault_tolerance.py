@@ -7,10 +7,8 @@ lost process fail, and the survivors can make a new communicator:
     Agree    one answer for all survivors, whoever is lost meanwhile
     Shrink   a communicator of the survivors; works on a revoked one
 
-`Job` holds the communicator from which every World is made, across restarts. `Communicator` and `Request` stand in
-for those of mpi4py. They hide failures: what involves a lost process never ends, and `Context` learns of the loss from
-`failed_ranks`. A request that has failed must not be freed, as Open MPI then aborts the process when it completes
-later; so requests are only looked at, and kept with their buffers until they have ended well.
+`Job` holds the communicator from which every World is made, across restarts. Those of the World are `Communicator`s,
+which hide failures (fault_tolerant_comm.py).
 
 Source: User-Level Failure Mitigation, as in Open MPI 5 (docs.open-mpi.org, "User-Level Fault Mitigation").
 """
@@ -22,7 +20,6 @@ import contextlib
 import ctypes
 import math
 import os
-import pickle
 import signal
 import sys
 import threading
@@ -35,6 +32,7 @@ import numpy as np
 
 from hvlike.errors import LaunchError, PeerLeftError, UsageError
 from hvlike.transport.failure import pmix
+from hvlike.transport.failure.fault_tolerant_comm import GARBAGE, Communicator, is_failure
 from hvlike.transport.host import mpi_library
 
 ENABLED = "OMPI_MCA_mpi_ft_enable"
@@ -45,9 +43,7 @@ EXCLUDED = "^han,cuda,hcoll,portals4"
 """Modules that do not know of failures: han has returned wrong sums after one, without an error."""
 
 _SETTLE_SECONDS, _FINALIZE_SECONDS = 2.0, 5.0  # From a loss to MPI_Finalize, and how long that may take
-_PROGRESS_TAG = 15  # Of which there is no message
 _SPARE = 2  # In an agreement
-_GARBAGE = pickle.UnpicklingError, EOFError  # From a collective of Open MPI that a loss has cut short without an error
 _MOST_UNSHARED = 8  # Communicators that a lost process may have had before the survivors had them
 _POLL_SECONDS, _LONGEST_POLL_SECONDS = 1e-3, 10e-3
 
@@ -76,137 +72,6 @@ def exclude_collectives(environ: MutableMapping[str, str], *, initialised: bool)
             f"under --with-ft ulfm Open MPI must not use its collective module han, which returns wrong sums after a "
             f"failure; here it may ({reason}). Start the job with `mpirun --with-ft ulfm --mca coll {EXCLUDED} ...`."
         )
-
-
-def is_failure(mpi: ModuleType, error: BaseException) -> bool:
-    """Whether an exception says that a process is lost, or that the communicator was revoked."""
-    if not isinstance(error, mpi.Exception):
-        return isinstance(error, _GARBAGE)
-    kinds = (mpi.ERR_PROC_FAILED, mpi.ERR_PROC_FAILED_PENDING, mpi.ERR_REVOKED)
-    return error.Get_error_class() in kinds
-
-
-class Request:
-    """A request of mpi4py that is only looked at, and kept by its communicator until it has ended well."""
-
-    def __init__(self, owner: Communicator, request: Any) -> None:
-        self._owner = owner
-        self._request = request
-        owner.pending.add(self)
-
-    def Test(self) -> bool:
-        if self._request is None:
-            return True
-        status = self._owner.status
-        try:
-            if not self._request.Get_status(status) or status.Get_error():
-                return False
-            self._request.Test()
-        except self._owner.mpi.Exception as error:
-            if not is_failure(self._owner.mpi, error):
-                raise
-            return False
-        self._request = None
-        self._owner.pending.discard(self)
-        return True
-
-    def Wait(self) -> None:
-        while not self.Test():
-            if self._owner.is_broken():
-                return
-            time.sleep(_POLL_SECONDS)
-
-
-class _Lost:
-    """A request that involves a lost process: it never ends, and what waits for it is ended in another way."""
-
-    def Test(self) -> bool:
-        return False
-
-    def Wait(self) -> None:
-        return
-
-
-class _Message:
-    def __init__(self, owner: Communicator, message: Any) -> None:
-        self._owner = owner
-        self._message = message
-
-    def Irecv(self, buffer: Any) -> Any:
-        return self._owner.started(lambda: self._message.Irecv(buffer))
-
-
-class Communicator:
-    """A communicator of mpi4py whose non-blocking calls do not raise when a process is lost."""
-
-    def __init__(self, job: Job, comm: Any) -> None:
-        self.mpi = job.mpi
-        self.comm = comm
-        self.status = job.mpi.Status()
-        self.pending: set[Request] = set()
-        self._job = job
-
-    def started(self, start: Callable[[], Any]) -> Any:
-        """The request that `start` makes."""
-        try:
-            return Request(self, start())
-        except self.mpi.Exception as error:
-            if not is_failure(self.mpi, error):
-                raise
-            return _Lost()
-
-    def Isend(self, *arguments: Any, **named: Any) -> Any:
-        return self.started(lambda: self.comm.Isend(*arguments, **named))
-
-    def Irecv(self, *arguments: Any, **named: Any) -> Any:
-        return self.started(lambda: self.comm.Irecv(*arguments, **named))
-
-    def Iallreduce(self, *arguments: Any, **named: Any) -> Any:
-        return self.started(lambda: self.comm.Iallreduce(*arguments, **named))
-
-    def Ibcast(self, *arguments: Any, **named: Any) -> Any:
-        return self.started(lambda: self.comm.Ibcast(*arguments, **named))
-
-    def Improbe(self, *arguments: Any, **named: Any) -> Any:
-        try:
-            message = self.comm.Improbe(*arguments, **named)
-        except self.mpi.Exception as error:
-            if not is_failure(self.mpi, error):
-                raise
-            # From now on what the others have sent is found again, until the communicator is revoked.
-            if not self.comm.Is_revoked():
-                self.comm.Ack_failed()
-            return None
-        return None if message is None else _Message(self, message)
-
-    def Idup(self) -> tuple[Communicator, Any]:
-        copy, request = self.comm.Idup()
-        return self._job.adopt(copy), Request(self, request)
-
-    def progress(self) -> None:
-        """Let MPI learn that a rank is lost, or has revoked this: on one node nothing else calls it."""
-        with contextlib.suppress(self.mpi.Exception):
-            self.comm.Iprobe(tag=_PROGRESS_TAG)
-
-    def is_broken(self) -> bool:
-        """Whether a process of it is lost, or a rank has revoked it."""
-        return bool(self.comm.Is_revoked() or self.comm.Get_failed().size)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.comm, name)
-
-
-def failed_ranks(mpi: ModuleType, comm: Any) -> list[int]:
-    """The ranks of a communicator whose processes are known to be lost. Local."""
-    failed = comm.Get_failed()
-    if not failed.size:
-        return []
-    members = comm.Get_group()
-    try:
-        return sorted(mpi.Group.Translate_ranks(failed, list(range(failed.size)), members))
-    finally:
-        members.Free()
-        failed.Free()
 
 
 def assign_numbers(previous: Sequence[int | None], size: int, holds: Sequence[bool]) -> list[int | None]:
@@ -278,7 +143,7 @@ class Job:
     def adopt(self, comm: Any) -> Any:
         """Have `comm` revoked with the others; returns what to use in its place."""
         comm.Set_errhandler(self.mpi.ERRORS_RETURN)
-        adopted = Communicator(self, comm)
+        adopted = Communicator(self.mpi, comm, self.adopt)
         self._made.append(adopted)
         return adopted
 
@@ -302,7 +167,7 @@ class Job:
             if self._begun:
                 self._renumber()
             connect()
-        except (self.mpi.Exception, *_GARBAGE) as error:
+        except (self.mpi.Exception, *GARBAGE) as error:
             if not is_failure(self.mpi, error):
                 raise
             # The others may wait for this one where it has not come to.

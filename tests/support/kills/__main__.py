@@ -3,19 +3,24 @@
     PYTHONPATH=tests python -m support.kills --runs 200                  shrink
     PYTHONPATH=tests python -m support.kills --runs 200 --spares 2       hot spares
     PYTHONPATH=tests python -m support.kills --runs 20 --training zero   what only one rank has; powersgd, too
+    PYTHONPATH=tests python -m support.kills --runs 20 --two-hosts kill      ranks of both; cut: the link between them
 
 Each run starts `program.py` under `mpirun --with-ft ulfm` on 2 to 6 ranks and kills one rank, two at once, or several
 one after the other, with SIGKILL, at a random moment between the start of training and its end. It prints a line for
 each run and a summary, and ends with 1 if anything was wrong. A run that ended before anyone was killed does not count.
+Two hosts are network namespaces, which need root. Where their link is cut the ranks of the second are lost: the first
+has at least as many, and rank 0.
 Source: the promises of docs/elastic.md.
 """
 
 import argparse
+import contextlib
 import random
 import statistics
 import sys
 
-from support.kills.campaign import LOST, SECONDS, plan_kills, run_once
+from support.hosts import hosts
+from support.kills.campaign import CUT, LOST, SECONDS, plan_cut, plan_kills, run_once
 from support.kills.judge import (
     Line,
     commits_of,
@@ -35,6 +40,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=None)
     parser.add_argument("--ranks", type=int, nargs="*", default=[2, 3, 4, 5, 6])
     parser.add_argument("--training", choices=["plain", "zero", "powersgd"], default="plain")
+    parser.add_argument("--two-hosts", choices=["kill", CUT], default=None)
     parser.add_argument("--limit", type=float, default=120.0, help="seconds after which a job counts as hung")
     options = parser.parse_args()
     seed = random.randrange(10**6) if options.seed is None else options.seed
@@ -44,12 +50,17 @@ def main() -> None:
     number, bad, deaths, recoveries = 0, 0, 0, []
     while number < options.runs:
         ranks = choice.choice(options.ranks)
-        if ranks not in references:
-            job, _, seconds, _ = run_once(ranks, 0, options.steps, [], options.limit, options.training)
-            references[ranks] = read_lines(job.check().stdout), seconds
-        reference, seconds = references[ranks]
-        kind, kills = plan_kills(choice, ranks, options.spares, seconds)
-        job, killed, took, left = run_once(ranks, options.spares, options.steps, kills, options.limit, options.training)
+        with hosts(2) if options.two_hosts else contextlib.nullcontext() as machines:
+            common = options.limit, options.training, machines
+            if ranks not in references:
+                job, _, seconds, _ = run_once(ranks, 0, options.steps, [], *common)
+                references[ranks] = read_lines(job.check().stdout), seconds
+            reference, seconds = references[ranks]
+            cut = options.two_hosts == CUT
+            kind, kills = (
+                plan_cut(choice, ranks, seconds) if cut else plan_kills(choice, ranks, options.spares, seconds)
+            )
+            job, killed, took, left = run_once(ranks, options.spares, options.steps, kills, *common, cut=cut)
         lines: list[Line] = read_lines(job.stdout)
         wrong = what_is_wrong(lines, ranks, options.spares, killed, commits_of(reference))
         from_disk = "starts from commit" in job.stderr
