@@ -1,8 +1,5 @@
 """Fault tolerance without MPI: who has which number after a loss, and what MPI is told before it starts."""
 
-import pickle
-from types import SimpleNamespace
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,7 +10,6 @@ from hvlike.transport.failure.fault_tolerance import (
     assign_numbers,
     exclude_collectives,
     is_enabled,
-    is_failure,
 )
 
 ULFM = {"OMPI_MCA_mpi_ft_enable": "1"}
@@ -89,13 +85,3 @@ def test_where_they_may_be_in_use_it_says_what_to_add(chosen: str | None) -> Non
     environ = ULFM if chosen is None else {**ULFM, "OMPI_MCA_coll": chosen}
     with pytest.raises(LaunchError, match=r"mpirun --with-ft ulfm --mca coll \^han"):
         exclude_collectives(environ, initialised=True)
-
-
-def test_what_a_loss_has_left_of_a_pickle_is_a_failure() -> None:
-    """Open MPI can end a collective that a loss has cut short without an error and without the data."""
-    mpi = SimpleNamespace(Exception=type("Exception", (RuntimeError,), {}))
-    for cut in (b"\0\0\0\0", b""):
-        with pytest.raises((pickle.UnpicklingError, EOFError)) as raised:
-            pickle.loads(cut)
-        assert is_failure(mpi, raised.value)
-    assert not is_failure(mpi, KeyError("x"))
