@@ -33,9 +33,10 @@ def is_failure(mpi: ModuleType, error: BaseException) -> bool:
 class Request:
     """A request of mpi4py that is only looked at, and kept by its communicator until it has ended well."""
 
-    def __init__(self, owner: Communicator, request: Any) -> None:
+    def __init__(self, owner: Communicator, request: Any, *, is_collective: bool = False) -> None:
         self._owner = owner
         self._request = request
+        self._is_collective = is_collective
         owner.pending.add(self)
 
     def Test(self) -> bool:
@@ -44,6 +45,9 @@ class Request:
         status = self._owner.status
         try:
             if not self._request.Get_status(status) or status.Get_error():
+                return False
+            # Open MPI can end a collective that a loss has cut short without an error, and without the data.
+            if self._is_collective and self._owner.is_broken():
                 return False
             self._request.Test()
         except self._owner.mpi.Exception as error:
@@ -134,10 +138,10 @@ class Communicator:
         self.persistent: set[PersistentRequest] = set()
         self._adopt = adopt
 
-    def started(self, start: Callable[[], Any]) -> Any:
+    def started(self, start: Callable[[], Any], *, is_collective: bool = False) -> Any:
         """The request that `start` makes."""
         try:
-            return Request(self, start())
+            return Request(self, start(), is_collective=is_collective)
         except self.mpi.Exception as error:
             if not is_failure(self.mpi, error):
                 raise
@@ -156,10 +160,10 @@ class Communicator:
         return PersistentRequest(self, self.comm.Recv_init(*arguments, **named))
 
     def Iallreduce(self, *arguments: Any, **named: Any) -> Any:
-        return self.started(lambda: self.comm.Iallreduce(*arguments, **named))
+        return self.started(lambda: self.comm.Iallreduce(*arguments, **named), is_collective=True)
 
     def Ibcast(self, *arguments: Any, **named: Any) -> Any:
-        return self.started(lambda: self.comm.Ibcast(*arguments, **named))
+        return self.started(lambda: self.comm.Ibcast(*arguments, **named), is_collective=True)
 
     def Improbe(self, *arguments: Any, **named: Any) -> Any:
         try:
@@ -175,7 +179,7 @@ class Communicator:
 
     def Idup(self) -> tuple[Communicator, Any]:
         copy, request = self.comm.Idup()
-        return self._adopt(copy), Request(self, request)
+        return self._adopt(copy), Request(self, request, is_collective=True)
 
     def progress(self) -> None:
         """Let MPI learn that a rank is lost, or has revoked this: on one node nothing else calls it."""
@@ -184,7 +188,13 @@ class Communicator:
 
     def is_broken(self) -> bool:
         """Whether a process of it is lost, or a rank has revoked it."""
-        return bool(self.comm.Is_revoked() or self.comm.Get_failed().size)
+        if self.comm.Is_revoked():
+            return True
+        failed = self.comm.Get_failed()
+        if not failed.size:
+            return False
+        failed.Free()
+        return True
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.comm, name)

@@ -30,11 +30,15 @@ class MpiError(Exception):
 
 
 class Started:
-    """A persistent request that ends with an error, or well."""
+    """A request that ends with an error, or well."""
 
     def __init__(self, error: int | None) -> None:
         self.error = error
         self.freed = False
+
+    def Get_status(self, _: object) -> bool:
+        """Say that it has ended, whatever the error."""
+        return True
 
     def Start(self) -> None:
         """Start it."""
@@ -54,10 +58,16 @@ def communicator(request: Started, *, revoked: bool = False) -> Communicator:
     """A communicator that makes this request."""
     failed = SimpleNamespace(size=0)
     comm: Any = SimpleNamespace(
-        Recv_init=lambda *_: request, Is_revoked=lambda: revoked, Get_failed=lambda: failed, rank=0
+        **dict.fromkeys(["Recv_init", "Irecv", "Ibcast", "Iallreduce"], lambda *_: request),
+        Is_revoked=lambda: revoked,
+        Get_failed=lambda: failed,
     )
     mpi: Any = SimpleNamespace(
-        Exception=MpiError, Status=object, ERR_PROC_FAILED=MpiError.LOST, ERR_PROC_FAILED_PENDING=76, ERR_REVOKED=77
+        Exception=MpiError,
+        Status=lambda: SimpleNamespace(Get_error=int),
+        ERR_PROC_FAILED=MpiError.LOST,
+        ERR_PROC_FAILED_PENDING=76,
+        ERR_REVOKED=77,
     )
     return Communicator(mpi, comm, lambda each: each)
 
@@ -89,3 +99,17 @@ def test_one_that_has_not_failed_is_freed_unless_the_communicator_was_revoked() 
 def test_other_errors_of_a_persistent_request_are_raised() -> None:
     with pytest.raises(MpiError):
         communicator(Started(MpiError.OTHER)).Recv_init([], 1).Test()
+
+
+@pytest.mark.parametrize("name", ["Ibcast", "Iallreduce"])
+def test_a_collective_that_ends_after_a_loss_is_not_trusted(name: str) -> None:
+    """Open MPI may say that it has ended well, and have left the memory as it was."""
+    for revoked in (False, True):
+        comm = communicator(Started(None), revoked=revoked)
+        request = getattr(comm, name)([])
+        assert request.Test() != revoked
+        assert (request in comm.pending) == revoked
+
+
+def test_a_message_that_has_come_is_there_whoever_is_lost_later() -> None:
+    assert communicator(Started(None), revoked=True).Irecv([], 1).Test()
