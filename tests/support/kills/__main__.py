@@ -16,6 +16,7 @@ Source: the promises of docs/elastic.md.
 import argparse
 import contextlib
 import random
+import signal
 import statistics
 import sys
 
@@ -33,6 +34,8 @@ from support.kills.judge import (
 
 def main() -> None:
     """Run the campaign."""
+    # Also a termination ends the job, and removes the hosts.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     parser = argparse.ArgumentParser(description="Kill ranks of trainings at random moments")
     parser.add_argument("--runs", type=int, default=20)
     parser.add_argument("--spares", type=int, default=0)
