@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import re
@@ -78,6 +79,9 @@ def ratio_bars(results: Sequence[Any], pairs: Iterable[str]) -> dict[str, list[S
     return {pair: [each.bar if each else NO_BAR for each in ratios] for pair, ratios in found.items()}
 
 
+NO_COLOURS: Mapping[str, str] = {}
+
+
 @dataclass(frozen=True)
 class Bars:
     """Groups of bars: one value for each group in each series, a Summary with its quartiles; NaN leaves a gap."""
@@ -95,7 +99,7 @@ class Bars:
         """How high the bars are."""
         return {name: [_summary(each).median for each in values] for name, values in self.series.items()}
 
-    def draw(self, axes: Any) -> None:
+    def draw(self, axes: Any, colours: Mapping[str, str] = NO_COLOURS) -> None:
         has_spread = False
         width = _FILLED / max(1, len(self.series))
         for index, (name, values) in enumerate(self.series.items()):
@@ -108,7 +112,8 @@ class Bars:
             spread: dict[str, Any] = {}
             if any(value > 0 for value in below + above):
                 has_spread, spread = True, {"yerr": [below, above], **_QUARTILES}
-            bars = axes.bar(places, [each.median for each in found], width, label=name, **spread)
+            heights = [each.median for each in found]
+            bars = axes.bar(places, heights, width, label=name, color=colours.get(name), **spread)
             axes.bar_label(bars, fmt="{:.3g}", fontsize="x-small", padding=1)
         axes.set_xticks(range(len(self.groups)), self.groups)
         axes.set_ylabel(f"{self.unit} (thin line: {self.spread})" if has_spread else self.unit)
@@ -135,9 +140,9 @@ class Curves:
     series: Mapping[str, Sequence[float]]
     labels: Sequence[str] | None = None  # What to write at the positions; None for the numbers themselves
 
-    def draw(self, axes: Any) -> None:
+    def draw(self, axes: Any, colours: Mapping[str, str] = NO_COLOURS) -> None:
         for name, values in self.series.items():
-            axes.plot(self.positions, values, marker="o", markersize=3, label=name)
+            axes.plot(self.positions, values, marker="o", markersize=3, label=name, color=colours.get(name))
         axes.set_xscale("log")
         axes.set_yscale("log")
         if self.labels is not None:
@@ -156,6 +161,21 @@ def publish(
         draw(options.plot, title, panels)
 
 
+def colours_of(panels: Sequence[Bars | Curves]) -> list[dict[str, str]]:
+    """Return the colours of each panel's series: one contestant has one colour in all, also in ratios with hvlike."""
+    chosen: dict[str, int] = {}
+    found = []
+    for panel in panels:
+        names = {series: series.removeprefix("hvlike/").removesuffix("/hvlike") for series in panel.series}
+        taken = {chosen[name] for name in names.values() if name in chosen}
+        free = (number for number in itertools.count() if number not in taken)
+        for name in names.values():
+            if name not in chosen:
+                chosen[name] = next(free)
+        found.append({series: f"C{chosen[name]}" for series, name in names.items()})
+    return found
+
+
 def draw(path: Path, title: str, panels: Sequence[Bars | Curves], columns: int = 3) -> None:
     """Write one picture with these panels, row by row. Raises: ImportError without matplotlib, OSError."""
     width, height = _PANEL_INCHES
@@ -163,9 +183,9 @@ def draw(path: Path, title: str, panels: Sequence[Bars | Curves], columns: int =
     rows = -(-len(panels) // columns)
     figure = new_figure(width * columns, height * rows)
     figure.suptitle(title)
-    for index, panel in enumerate(panels):
+    for index, (panel, colours) in enumerate(zip(panels, colours_of(panels), strict=True)):
         axes = figure.add_subplot(rows, columns, index + 1)
-        panel.draw(axes)
+        panel.draw(axes, colours)
         axes.set_title(panel.title, fontsize="medium")
         axes.grid(True, axis="y", alpha=0.3)
         axes.legend(fontsize="small")

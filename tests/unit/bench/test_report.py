@@ -13,6 +13,7 @@ from hvlike.bench.harness.report import (
     NO_BAR,
     Bars,
     Curves,
+    colours_of,
     draw,
     format_seconds,
     format_size,
@@ -106,3 +107,16 @@ def test_without_matplotlib_the_fix_is_named(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(argparse.ArgumentTypeError, match="pip install matplotlib"):
         png("found.png")
+
+
+def test_a_contestant_has_one_colour_in_all_panels() -> None:
+    def panel(*names: str) -> Bars:
+        return Bars("", "", ["a"], {name: [1.0] for name in names})
+
+    costs, ratios, others = colours_of([panel("hvlike", "gloo", "MPI"), panel("hvlike/MPI", "hvlike/gloo"), panel("x")])
+    assert costs == {"hvlike": "C0", "gloo": "C1", "MPI": "C2"}
+    assert ratios == {"hvlike/MPI": "C2", "hvlike/gloo": "C1"}
+    assert others == {"x": "C0"}
+    [first, second] = colours_of([panel("a", "b"), panel("c", "b", "b/hvlike 2")])
+    assert first["b"] == second["b"] == "C1"
+    assert len(set(second.values())) == 3
