@@ -343,6 +343,9 @@ def _judge_trial(case: Case, finding: Finding) -> None:
 
 def _judge_components(case: Case, finding: Finding) -> None:
     finding.note("started by mpirun --with-ft ulfm: the others can go on when a rank is lost")
+    defect = fault_tolerance.known_defect(numbers(known(case.me.library).version))
+    if defect:
+        finding.warn(defect, fault_tolerance.REMEDY)
     chosen = dict(case.me.environment.components)
     collectives, messages = chosen.get(fault_tolerance.COLLECTIVES, ""), chosen.get("OMPI_MCA_pml", "")
     if collectives and ("han" in collectives.strip("^").split(",")) != collectives.startswith("^"):

