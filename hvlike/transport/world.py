@@ -307,20 +307,33 @@ class Group:
         self.comm: Any = None
         self.cross_comm: Any = None
 
-    def connect(self) -> None:
-        """Make the communicators between nodes, if there are several. Collective, blocking, one group at a time."""
+    def connect(self, *, by_all: bool) -> None:
+        """Make the communicators between nodes, if there are several. Collective, blocking, one group at a time.
+
+        by_all: whether the ranks outside take part with `stand_by`.
+        """
         if len(self.nodes) == 1:
             return
-        world = self.world.comm.Get_group()
-        members = world.Incl(self.ranks)
-        tag = _FIRST_GROUP_TAG + self.number % _GROUP_TAGS
-        self.comm = self.world.adopt(self.world.comm.Create_group(members, tag=tag))
-        members.Free()
-        world.Free()
+        if by_all and self.world.job is not None:
+            # Whoever has a lost member waits in MPI_Comm_create_group for ever.
+            self.comm = self.world.adopt(self.world.comm.Split(0, self.rank))
+        else:
+            world = self.world.comm.Get_group()
+            members = world.Incl(self.ranks)
+            tag = _FIRST_GROUP_TAG + self.number % _GROUP_TAGS
+            self.comm = self.world.adopt(self.world.comm.Create_group(members, tag=tag))
+            members.Free()
+            world.Free()
         # Nodes of different size have no matching local ranks: there the first rank of each node crosses for all.
         crosses = self.homogeneous or self.local_rank == 0
         cross = self.comm.Split(self.local_rank if crosses else self.world.mpi.UNDEFINED, self.rank)
         self.cross_comm = cross if cross == self.world.mpi.COMM_NULL else self.world.adopt(cross)
+
+    @staticmethod
+    def stand_by(world: World, ranks: Sequence[int]) -> None:
+        """What a rank outside does while those in `ranks` connect by all. Collective; blocks where they do."""
+        if world.job is not None and sum(not set(node).isdisjoint(ranks) for node in world.nodes) > 1:
+            world.comm.Split(world.mpi.UNDEFINED)
 
     def disconnect(self) -> None:
         for comm in (self.cross_comm, self.comm):

@@ -170,12 +170,15 @@ class Registry:
     def _enroll(self, number: int, process_set: ProcessSet) -> Coroutine[None]:
         ranks = process_set.ranks or []
         world = self._fabric.world
+        is_shared = number < FIRST_PRIVATE_SET
+        # On several nodes this makes communicators and blocks until all ranks are here: they are on the way.
         if world.rank in ranks:
             group = Group(world, number, ranks)
-            # On several nodes this makes communicators and blocks until all members are here: they are on the way.
-            group.connect()
+            group.connect(by_all=is_shared)
             queue = yield from open_queue(self._fabric, group, 0)
             self.set_states[number] = ProcessSetState(self._fabric, group, queue, self._router, self._knobs, self._end)
+        elif is_shared:
+            Group.stand_by(world, ranks)
         self.sets[number] = process_set
         process_set.registered(number, ranks, world.rank)
 
