@@ -168,7 +168,7 @@ class _Session:
         job = self._job
         if job is None or not job.waits:
             return False
-        if job.agree(True) and not job.only_spares:
+        if job.agree(True, _perform) and not job.only_spares:
             # Python's own way to end: the exit handlers run.
             sys.exit(0)
         self._agreed = True
@@ -315,10 +315,14 @@ class _Session:
         barrier()
         if self._job is not None:
             self._agreed = True
-            if not self._job.agree(True):
+            if not self._job.agree(True, _perform):
                 raise RestartError("Another rank has met an error, and starts again from the last commit.")
             self._agreed = False
             self._job.release_spares(context.current().world.comm)
+
+
+def _perform(action: Callable[[], None]) -> None:
+    context.current().fabric.loop.perform(action)
 
 
 def _restart_all() -> None:

@@ -107,6 +107,36 @@ def assign_numbers(previous: Sequence[int | None], size: int, holds: Sequence[bo
     return numbers
 
 
+def _at_once(action: Callable[[], None]) -> None:
+    action()
+
+
+class _Agreement:
+    """One non-blocking agreement about some bits, which MPI combines by AND."""
+
+    def __init__(self, mpi: ModuleType, comm: Any, bits: int) -> None:
+        self.flag = np.array([bits], np.int32)
+        self.is_over = False
+        self.error: BaseException | None = None  # Why it could not begin
+        self._mpi = mpi
+        self._comm = comm
+        self._request: Any = None
+
+    def advance(self) -> None:
+        """Begin, or look whether it is over. Never raises: a loop may run this in another thread."""
+        if self.is_over:
+            return
+        try:
+            if self._request is None:
+                self._comm.Ack_failed()
+                self._request = self._comm.Iagree(self.flag)
+            self.is_over = self._request.Get_status()
+        except self._mpi.Exception as error:
+            # Once it has begun, that another process is lost: the answer holds all the same.
+            self.is_over = True
+            self.error = error if self._request is None else None
+
+
 class Job:
     """All processes of a job under fault tolerance, spares included, across restarts. One in a process at a time."""
 
@@ -238,21 +268,23 @@ class Job:
         waiting = {place for place, host in self._hosts.items() if place not in places and host in dark}
         return pmix.report_lost(sorted(lost | waiting))
 
-    def agree(self, answer: bool) -> bool:
-        """Whether all processes that are left say yes: the same on each of them, also once this was revoked. Blocks."""
-        # MPI combines the bits by AND.
-        flag = np.array([answer | _SPARE * self.waits], np.int32)
-        self.comm.Ack_failed()
-        request = self.comm.Iagree(flag)
-        self._left.append((request, flag))
+    def agree(self, answer: bool, perform: Callable[[Callable[[], None]], None] = _at_once) -> bool:
+        """Whether all processes that are left say yes: the same on each of them, also once this was revoked. Blocks.
+
+        perform: of the loop, where one runs. Another thread must not be in MPI when the answer comes: Open MPI then
+        reads it from memory that is used again.
+        """
+        agreement = _Agreement(self.mpi, self.comm, answer | _SPARE * self.waits)
+        self._left.append(agreement)
         pause = 1e-5
-        # An error says that another one is lost: the answer holds all the same.
-        with contextlib.suppress(self.mpi.Exception):
-            while not request.Get_status():
-                time.sleep(pause)
-                pause = min(2 * pause, _LONGEST_POLL_SECONDS)
-        self.only_spares = bool(flag[0] & _SPARE)
-        return bool(flag[0] & 1)
+        while not agreement.is_over:
+            perform(agreement.advance)
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_POLL_SECONDS)
+        if agreement.error is not None:
+            raise agreement.error
+        self.only_spares = bool(agreement.flag[0] & _SPARE)
+        return bool(agreement.flag[0] & 1)
 
     def release_spares(self, comm: Communicator) -> None:
         """Go on without spares, which end, in the communicator of those that train. Local, after all have agreed."""
