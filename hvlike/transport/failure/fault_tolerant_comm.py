@@ -39,6 +39,11 @@ class Request:
         self._is_collective = is_collective
         owner.pending.add(self)
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether Test has returned True."""
+        return self._request is None
+
     def Test(self) -> bool:
         if self._request is None:
             return True
@@ -136,6 +141,7 @@ class Communicator:
         self.status = mpi.Status()
         self.pending: set[Request] = set()
         self.persistent: set[PersistentRequest] = set()
+        self._making: Request | None = None
         self._adopt = adopt
 
     def started(self, start: Callable[[], Any], *, is_collective: bool = False) -> Any:
@@ -179,7 +185,14 @@ class Communicator:
 
     def Idup(self) -> tuple[Communicator, Any]:
         copy, request = self.comm.Idup()
-        return self._adopt(copy), Request(self, request, is_collective=True)
+        adopted = self._adopt(copy)
+        adopted._making = Request(self, request, is_collective=True)
+        return adopted, adopted._making
+
+    @property
+    def is_made(self) -> bool:
+        """Whether it can be used. Open MPI crashes when a communicator is revoked before that."""
+        return self._making is None or self._making.has_ended
 
     def progress(self) -> None:
         """Let MPI learn that a rank is lost, or has revoked this: on one node nothing else calls it."""

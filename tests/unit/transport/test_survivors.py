@@ -1,4 +1,4 @@
-"""An agreement of the processes that are left, without MPI: who calls it, and what an error means."""
+"""The processes that are left, without MPI: their agreements, who calls them, and what they revoke."""
 
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -21,6 +21,7 @@ class Processes:
         self.rank, self.size = 0, 2
         self.other, self.begins, self.error = other, begins, error
         self.looks = 0
+        self.revoked = False
         self.calls_outside = 0
         self.is_in_loop = False
 
@@ -46,7 +47,7 @@ class Processes:
         self.flag = flag
         return self
 
-    def Get_status(self) -> bool:
+    def Get_status(self, _: object = None) -> bool:
         """Look."""
         self._called()
         self.looks += 1
@@ -60,6 +61,27 @@ class Processes:
     def _called(self) -> None:
         self.calls_outside += not self.is_in_loop
 
+    def Idup(self) -> tuple["Processes", "Processes"]:
+        """Another communicator, which is there at the third look."""
+        copy = Processes(self.other)
+        return copy, copy.Iagree(np.array([1]))
+
+    def Test(self) -> bool:
+        """What has ended."""
+        return True
+
+    def Get_failed(self) -> SimpleNamespace:
+        """Nobody."""
+        return SimpleNamespace(size=0)
+
+    def Is_revoked(self) -> bool:
+        """Whether it was."""
+        return self.revoked
+
+    def Revoke(self) -> None:
+        """Revoke it."""
+        self.revoked = True
+
     def perform(self, action: Callable[[], None]) -> None:
         """What a loop does."""
         self.is_in_loop = True
@@ -70,7 +92,12 @@ class Processes:
 def job(processes: Processes) -> Job:
     """A job of them."""
     mpi: Any = SimpleNamespace(
-        Exception=MpiError, ERRORS_RETURN=0, COMM_WORLD=SimpleNamespace(rank=0), Get_processor_name=lambda: "here"
+        Exception=MpiError,
+        ERRORS_RETURN=0,
+        COMM_NULL=None,
+        COMM_WORLD=SimpleNamespace(rank=0),
+        Get_processor_name=lambda: "here",
+        Status=lambda: SimpleNamespace(Get_error=int),
     )
     return Job(mpi, processes, 0)
 
@@ -98,3 +125,16 @@ def test_the_answer_holds_when_another_process_is_lost_meanwhile() -> None:
 def test_an_agreement_that_cannot_begin_is_an_error() -> None:
     with pytest.raises(MpiError, match="internal error"):
         job(Processes(1, begins=False)).agree(True)
+
+
+@pytest.mark.parametrize("looks", [0, 2, 3])
+def test_a_communicator_is_revoked_only_once_it_is_made(looks: int) -> None:
+    """Open MPI crashes when it revokes one that a loss has left half made."""
+    everybody = job(Processes(1))
+    parent = everybody.adopt(Processes(1))
+    copy, request = parent.Idup()
+    for _ in range(looks):
+        request.Test()
+    everybody.revoke()
+    assert parent.comm.revoked
+    assert copy.comm.revoked == (looks == 3)
