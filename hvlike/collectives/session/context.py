@@ -337,6 +337,8 @@ class Context:
 
     def _lose(self, errors: dict[int, HorovodInternalError]) -> None:
         """The processes of some ranks are lost; in the loop."""
+        for rank in errors:
+            self.fabric.channel.lose(rank)
         if self.world.job is not None:
             self.lost |= errors
             self._shutdown_barrier.lose()

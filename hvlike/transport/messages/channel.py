@@ -89,7 +89,8 @@ class Channel:
         self._sent = counters[me * size : (me + 1) * size]
         self._place = {rank: place for place, rank in enumerate(bells)}
         self._counted = counters[me::size]
-        self._taken = 0
+        self._taken = [0] * size
+        self._lost: set[int] = set()
         self._handlers = _Handlers()
         self._sending: list[tuple[list[Any], bytes, Sequence[torch.Tensor]]] = []
         self._incoming: tuple[int, Array, Any] | None = None
@@ -169,7 +170,14 @@ class Channel:
     @property
     def quiet(self) -> bool:
         """Whether all that was sent has left, and all that the ranks of this node have sent has been taken."""
-        return not (self._sending or self._copying) and sum(self._counted) <= self._taken
+        return not (self._sending or self._copying) and sum(self._counted) <= sum(self._taken)
+
+    def lose(self, rank: int) -> None:
+        """Wait no longer for what a lost rank has begun to send. In the loop."""
+        self._lost.add(rank)
+        # It may have sent a message that it could not count any more, or the other way round.
+        if (place := self._place.pop(rank, None)) is not None:
+            self._taken[place] = self._counted[place]
 
     def _is_unfinished(self) -> bool:
         """True while something is on its way whose arrival no doorbell announces."""
@@ -180,10 +188,10 @@ class Channel:
     def _progress(self, rung: bool) -> Wait:
         wait = self._advance_sends() if self._sending else Wait.NOTIFY
         if rung:
-            self._expecting = sum(self._counted) > self._taken
+            self._expecting = sum(self._counted) > sum(self._taken)
         if self._expecting or self._remote or self._incoming is not None:
             if self._receive():
-                self._expecting = sum(self._counted) > self._taken
+                self._expecting = sum(self._counted) > sum(self._taken)
                 return Wait.AGAIN
             if self._expecting or self._incoming is not None:
                 return Wait.POLL
@@ -216,10 +224,16 @@ class Channel:
                 source = status.Get_source()
                 buffer = np.empty(status.Get_count(byte), np.uint8)
                 self._incoming = (source, buffer, message.Irecv([buffer, byte]))
-                self._taken += source in self._place
+                if (place := self._place.get(source)) is not None:
+                    self._taken[place] += 1
             source, buffer, request = self._incoming
             if not request.Test():
-                return received
+                if source not in self._lost:
+                    return received
+                # The rest of it will not come, and the messages of the others are behind it.
+                _ABANDONED.append(self._incoming)
+                self._incoming = None
+                continue
             self._incoming = None
             received = True
             self._open(source, buffer)

@@ -12,7 +12,7 @@ from pathlib import Path
 from support.job import start_job
 
 PROGRAM = Path(__file__).parent / "program.py"
-MOMENTS = ("at work", "in shutdown", "in init_rpc")
+MOMENTS = ("at work", "in shutdown", "in init_rpc", "as it sends")
 FILES = "OMPI_MCA_btl_sm_backing_directory"
 """Where Open MPI keeps files that a killed rank leaves behind: not in /dev/shm here."""
 
@@ -50,7 +50,7 @@ def draw(seed: int) -> Loss:
     """The loss of this number."""
     chance = random.Random(seed)
     ranks = chance.randint(2, 4)
-    moment = chance.choices(MOMENTS, (7, 2, 1))[0]
+    moment = chance.choices(MOMENTS, (7, 2, 1, 3))[0]
     return Loss(seed, ranks, chance.randrange(ranks), moment, chance.uniform(0, 1.5))
 
 
@@ -63,7 +63,8 @@ def run(loss: Loss, timeout: float = 120) -> Outcome:
     ):
         running.wait_for_output("READY", timeout)
         time.sleep(loss.delay)
-        os.kill(int(running.output().split()[1]), signal.SIGKILL)
+        if loss.moment != "as it sends":  # Then it kills itself
+            os.kill(int(running.output().split()[1]), signal.SIGKILL)
         until = time.monotonic() + timeout
         while running.pids() and time.monotonic() < until:
             time.sleep(0.1)

@@ -21,12 +21,14 @@ import torch
 
 import hvlike as hvd
 from hvlike import autograd, rpc
+from hvlike.collectives.session.context import current
 from hvlike.errors import PeerLeftError, WorkerLostError
 
 LIMIT_SECONDS = 8.0
 """An operation may take so long, on a machine that is shared."""
 STEPS_AFTERWARDS = 25
 PATIENCE_SECONDS = 20.0
+UNUSED_TOPIC = 900
 
 
 def say(text: str) -> None:
@@ -222,6 +224,17 @@ def timed(worst: list[float], call: Callable[[], None]) -> Exception | None:
     return None
 
 
+def die_as_it_sends(to: int) -> None:
+    """Be killed when MPI has told the receiver of a message, and not yet handed over the whole of it."""
+    fabric = current().fabric
+
+    def send() -> None:
+        fabric.channel.send(to, UNUSED_TOPIC, b"x" * 30_000)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    fabric.loop.post(send)
+
+
 def begin() -> None:
     rpc.init_rpc(f"worker{hvd.rank()}")
 
@@ -254,7 +267,9 @@ def main() -> None:
         error = timed(worst, rpc.shutdown)
         assert isinstance(error, WorkerLostError), error
         assert f"worker{victim} (rank {victim})" in str(error), error
-    elif moment == "at work":
+    else:
+        if rank == victim and moment == "as it sends":
+            threading.Timer(0.3, die_as_it_sends, ((victim + 1) % hvd.size(),)).start()
         # In every other job a survivor starts again at once, and the others may meet that, too.
         leaver = (victim + 1) % hvd.size() if seed % 2 else victim
         assert work(seed * 10 + rank, worst, seen) - {leaver} == {victim} - {leaver}
