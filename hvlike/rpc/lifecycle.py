@@ -15,7 +15,7 @@ from hvlike.errors import HorovodInternalError, RpcError, UsageError, WorkerLost
 from hvlike.rpc.agent.agent import Agent, current_agent, is_running, set_agent
 from hvlike.rpc.agent.calls import serve_calls
 from hvlike.rpc.agent.options import RpcBackendOptions, checked_timeout, settle_options
-from hvlike.rpc.agent.shutdown import REFERENCES, WORK
+from hvlike.rpc.agent.shutdown import KNOWN, REFERENCES, WORK
 from hvlike.rpc.rrefs.session import begin_rrefs, checks_leaks, current_session, live_rrefs
 from hvlike.rpc.wire.autograd_hooks import autograd_hooks
 from hvlike.rpc.wire.devices import DeviceMaps, DeviceOffer, check_offers
@@ -129,6 +129,8 @@ def shutdown(graceful: bool = True, timeout: float = 0) -> None:
         # Takes away all RRefs of other workers' values, held or not, and tells their owners.
         session.perform(session.lifetime.drop_all)
         _wait_until_quiet(agent, REFERENCES, deadline)
+        if _Sessions.running.world.job is not None:
+            _wait_until_known(agent, deadline)
         leaked = [str(each) for each in live_rrefs()] if checks_leaks() else []
     except WorkerLostError:
         raise
@@ -188,6 +190,17 @@ def _wait_until_quiet(agent: Agent, phase: str, deadline: float | None) -> None:
             if over:
                 raise RpcError(f"{report} The session has ended on this worker, its time limit was over.")
             logger.warning(report)
+
+
+def _wait_until_known(agent: Agent, deadline: float | None) -> None:
+    """The session is over, so a worker that leaves now is only one less to wait for."""
+    while True:
+        try:
+            _wait_until_quiet(agent, KNOWN, deadline)
+        except WorkerLostError:
+            if len(agent.present) > 1:
+                continue
+        return
 
 
 def _end(agent: Agent, *, tell: bool) -> None:

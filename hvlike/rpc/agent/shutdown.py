@@ -17,8 +17,10 @@ from hvlike.transport.messages.traffic import Topic
 if TYPE_CHECKING:
     from hvlike.rpc.agent.agent import Agent
 
-WORK, REFERENCES = PHASES = "work", "references"
-"""What a graceful shutdown waits for, in this order."""
+WORK, REFERENCES, KNOWN = PHASES = "work", "references", "known"
+"""What a graceful shutdown waits for, in this order. KNOWN: that all know of the end, under fault tolerance only: who
+has gone on may revoke its communicators, which takes away what others have not received.
+"""
 
 _MOST_SHOWN = 5
 _SHORTEST_PAUSE_SECONDS = 1e-3

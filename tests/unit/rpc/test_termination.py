@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from hvlike.rpc.agent.shutdown import REFERENCES, WORK, Report, Termination, is_quiet, totals
+from hvlike.rpc.agent.shutdown import KNOWN, REFERENCES, WORK, Report, Termination, is_quiet, totals
 from hvlike.rpc.wire.message import IDLE_REPORT
 
 
@@ -205,6 +205,38 @@ def test_the_survivors_end_when_one_vanishes_at_any_moment(size: int) -> None:
         lost.leave()
         network.run()
         assert all(worker.ended for worker in network.workers if worker is not lost), seed
+
+
+class RevokingWorker(PhasedWorker):
+    """Once it has ended, nothing that is on its way arrives any more; that is an error unless the end is known."""
+
+    def __init__(self, network: Network, rank: int, size: int) -> None:
+        super().__init__(network, rank, size)
+        self.knows = False
+
+    def begin_shutdown(self) -> None:
+        def over() -> None:
+            self.knows = True
+            self.termination.begin(KNOWN, self._end)
+
+        self.termination.begin(WORK, lambda: self.termination.begin(REFERENCES, over))
+
+    def _end(self) -> None:
+        for worker in self._network.workers:
+            assert isinstance(worker, RevokingWorker)
+            assert worker.knows, f"worker {worker.rank} cannot hear of the end any more"
+            worker.ended = True
+        self._network.events.clear()
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+def test_nobody_goes_on_before_all_know_of_the_end(size: int) -> None:
+    for seed in range(150):
+        network = Network(size, seed)
+        network.workers = [RevokingWorker(network, rank, size) for rank in range(size)]
+        network.events += [worker.begin_shutdown for worker in network.workers]
+        network.run()
+        assert all(worker.ended for worker in network.workers)
 
 
 @pytest.mark.parametrize(
