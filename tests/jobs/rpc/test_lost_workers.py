@@ -13,7 +13,6 @@ pytestmark = [pytest.mark.skipif(not IS_OPEN_MPI, reason="a flag of Open MPI's m
 @pytest.mark.parametrize(
     "loss",
     [
-        Loss(seed=2, ranks=3, victim=0, moment="at work", delay=0.3),
         Loss(seed=2, ranks=3, victim=0, moment="as it sends", delay=0.3),
         Loss(seed=1, ranks=3, victim=1, moment="at work", delay=0.4),
         Loss(seed=0, ranks=3, victim=0, moment="in shutdown", delay=0.2),
