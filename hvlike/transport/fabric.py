@@ -57,12 +57,13 @@ class Fabric:
         self.bells = {rank: Doorbell(board, index, self.fence) for index, rank in enumerate(local)}
         self.bell = self.bells[world.rank]
         self.bell.initialise(os.getpid())
-        places = {rank: index for index, rank in enumerate(local)}
+        positions = {rank: index for index, rank in enumerate(local)}
         direct = DirectCopies(
-            segment.words(board, slots_at, SLOT_WORDS * size), places, self.bells, world.rank, self.fence
+            segment.words(board, slots_at, SLOT_WORDS * size), positions, self.bells, world.rank, self.fence
         )
         affinities = world.node_comm.allgather(topology.available_cores())
-        world.comm.Barrier()
+        # Also a barrier: the slots of direct copies are ready on every rank.
+        places = world.comm.allgather((topology.machine_id() or world.nodes.index(local), topology.available_cores()))
         reaches = peer_memory and direct.reaches(local[(world.local_rank + 1) % size])
         self.reaches_peers = direct.enabled = all(world.node_comm.allgather(reaches))
         self.cores = topology.cores_per_rank(affinities, world.local_rank)
@@ -71,7 +72,7 @@ class Fabric:
         self.plan_epoch = PlanEpoch()
         self.recorder.on_switch = self.plan_epoch.advance
         self.ticks: list[Callable[[], None]] = [self.recorder.flush]
-        crowded = topology.is_crowded(self.cores)
+        crowded = topology.is_crowded(topology.cores_on_machine(places, world.rank))
         tick = TICK_SECONDS if world.job is None else TOLERANT_TICK_SECONDS
         self.spin = SpinPolicy(crowded=crowded, tick_seconds=tick)
         self.loop = Loop(self.bell, spin=self.spin, remote=size < world.size, tick=self._tick)

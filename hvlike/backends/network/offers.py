@@ -2,7 +2,8 @@
 
 An offer has four words, which mean nothing here, and perhaps the data of a tensor: a small one is copied into it, a
 larger one follows in a message of its own, sent from where it lies. Whatever has been sent is received, in memory that
-is prepared here, also where the receiver does something else and drops it: no message is left over.
+is prepared here, also where the receiver does something else and drops it: no message is left over. The receive of a
+larger one is posted before it is offered, so MPI asks for its bytes as soon as it hears of them.
 
 A rank has one offer under way at a time. Its requests are persistent: made once for each length, started again and
 again, which takes MPI half the time where its caches are cold.
@@ -55,7 +56,7 @@ class Offers:
             traffic: Where messages are counted.
             hear: Told of an offer: whose it is, its words and its data, which may still be arriving.
         """
-        nbytes, following = sizes
+        nbytes, self._following = sizes
         self._comm = comm
         self._byte = byte
         self._ranks = ranks
@@ -63,8 +64,9 @@ class Offers:
         self._hear = hear
         self._most = nbytes
         self._pool = BufferPool()  # For data that follow
-        self._pool.require(following)
+        self._pool.require(self._following)
         self._arriving: deque[Data] = deque()
+        self._posted: dict[int, tuple[Array, Any]] = {}  # Of each peer: where its next data go, and MPI's request
         self._buffer = np.zeros(_HEADER_BYTES + nbytes, np.uint8)
         self._words = self._buffer[:_HEADER_BYTES].data.cast("Q")
         self._sends: dict[int, list[Any]] = {}
@@ -75,6 +77,7 @@ class Offers:
             request = comm.Recv_init([buffer, byte], peer, _TAG)
             request.Start()
             self._receives.append((peer, rank, buffer, buffer[:_HEADER_BYTES].data.cast("Q"), request))
+            self._post(peer)
 
     def send(self, words: tuple[int, int, int, int], data: Array | None) -> None:
         """Send an offer to all others, after `sent`; large data are read until it is sent again."""
@@ -123,7 +126,7 @@ class Offers:
         return wait
 
     def is_unfinished(self) -> bool:
-        return bool(self._arriving) or not self.sent()
+        return bool(self._arriving or (self.leaving and not self.sent()))
 
     def give(self, data: Data) -> None:
         """The data of an offer are not used any more."""
@@ -147,21 +150,30 @@ class Offers:
         """Give everything back, unless an offer or its data may still be under way."""
         receives, self._receives = self._receives, []
         if self.is_unfinished():
-            _ABANDONED.append((self._comm, self._buffer, self._sends, receives, [*self._arriving]))
+            _ABANDONED.append((self._comm, self._buffer, self._sends, receives, self._posted, [*self._arriving]))
             self.leaving = []
             return
         for *_, request in receives:
             request.Cancel()
             request.Wait()
             request.Free()
+        for _, request in self._posted.values():
+            request.Cancel()
+            request.Wait()
         self._free()
         self._comm.Free()
 
     def _receive(self, peer: int, nbytes: int) -> Data:
-        array = self._pool.take()[:nbytes]
-        data = Data(array, [self._comm.Irecv([array, self._byte], peer, _DATA_TAG)])
+        array, request = self._posted[peer]
+        data = Data(array[:nbytes], [request])
         self._arriving.append(data)
+        self._post(peer)
         return data
+
+    def _post(self, peer: int) -> None:
+        if self._following:
+            array = self._pool.take()
+            self._posted[peer] = array, self._comm.Irecv([array, self._byte], peer, _DATA_TAG)
 
     def _make(self, end: int) -> list[Any]:
         if len(self._sends) >= _MOST_LENGTHS:

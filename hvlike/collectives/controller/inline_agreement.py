@@ -55,8 +55,8 @@ class Agreement:
     def offer(self, index: int, mine: Offer) -> None:
         """This rank's operation is numbered, and offered: the caller sends `mine` to all peers, or abandons it."""
         self._index, self._mine, self.answer = index, mine, None
-        self._offers.setdefault(index, {})
-        self._decide()
+        if self._offers.setdefault(index, {}):
+            self._decide()
 
     def notify_if_sleeping(self) -> None:
         """Pass what this rank has come to without an offer."""
@@ -76,8 +76,10 @@ class Agreement:
             elif what == HURRY and value >= self._queue.entered:
                 self._pass(value)
 
-    def take(self, rank: int, index: int, offer: Offer) -> None:
-        """A peer has offered its operation number `index`."""
+    def take(self, rank: int, words: tuple[int, ...], data: Data | None = None) -> None:
+        """A peer has made an offer. words: the number of its operation, kind and name, and one that is not used."""
+        index, kind, name, _ = words
+        offer = Offer(kind, name, data)
         with self._queue.lock:
             if index < self._queue.entered and index != self._index:
                 # Where this rank has offered it too, both have the answer no, or will have it.

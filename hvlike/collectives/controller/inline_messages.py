@@ -66,7 +66,7 @@ class InlineMessages(InlineCalls[_Plan]):
         self._is_first = group.rank == 0
         peers = {position: rank for position, rank in enumerate(group.ranks) if position != group.rank}
         sizes = (SMALL_BYTES, HALVED_BYTES // 2) if group.size == 2 else (0, 0)
-        self._offers = Offers(comm, fabric.world.mpi.BYTE, peers, sizes, fabric.traffic, self._hear)
+        self._offers = Offers(comm, fabric.world.mpi.BYTE, peers, sizes, fabric.traffic, agreement.take)
         self._pieces: dict[tuple[int, int], _Piece] = {}  # By address and kind
         self._run = SilentErrstate().run
         self._begun = False  # Whether the offer was sent
@@ -149,10 +149,6 @@ class InlineMessages(InlineCalls[_Plan]):
             own, sent = (own[:middle], own[middle:]) if self._is_first else (own[middle:], own[:middle])
         piece = self._pieces[address, plan.number] = _Piece(sent, own, plan.arithmetic.over(own))
         return piece
-
-    def _hear(self, rank: int, words: tuple[int, ...], data: Data | None) -> None:
-        index, kind, code, _ = words
-        self._agreement.take(rank, index, Offer(kind, code, data))
 
     def _agree(
         self, index: int, words: tuple[int, int, int, int], plan: _Plan, piece: _Piece, tensor: torch.Tensor, name: str

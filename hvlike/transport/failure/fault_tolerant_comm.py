@@ -63,6 +63,10 @@ class Request:
         self._owner.pending.discard(self)
         return True
 
+    def Cancel(self) -> None:
+        if self._request is not None and not self._owner.is_broken():
+            self._request.Cancel()
+
     def Wait(self) -> None:
         while not self.Test():
             if self._owner.is_broken():
@@ -117,6 +121,9 @@ class _Lost:
 
     def Test(self) -> bool:
         return False
+
+    def Cancel(self) -> None:
+        return
 
     def Wait(self) -> None:
         return

@@ -52,6 +52,24 @@ def available_cores() -> frozenset[int]:
     return frozenset(os.sched_getaffinity(0))
 
 
+def machine_id() -> str:
+    """What the containers of a machine have in common: a number that its kernel drew at its start; empty if unknown."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as boot_id:
+            return boot_id.read().strip()
+    except OSError:
+        return ""
+
+
+def cores_on_machine(places: Sequence[tuple[Hashable, frozenset[int]]], rank: int) -> float:
+    """`cores_per_rank` among all ranks of a machine: containers count as nodes, and share its cores all the same.
+
+    places: of each rank its `machine_id` and its cores.
+    """
+    sharing = [each for each, (machine, _) in enumerate(places) if machine == places[rank][0]]
+    return cores_per_rank([places[each][1] for each in sharing], sharing.index(rank))
+
+
 def cores_per_rank(affinities: Sequence[frozenset[int]], rank: int) -> float:
     """Cores of local rank `rank`, each divided by the number of ranks that may run there: four ranks on two: 0.5."""
     return sum(1 / sum(core in each for each in affinities) for core in affinities[rank])

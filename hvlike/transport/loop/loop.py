@@ -345,11 +345,11 @@ class Loop:
 
     def _is_unfinished(self) -> bool:
         """True while bytes are on their way that MPI may move only while it is called."""
-        return max((each() for each in self._unfinished), default=False)  # All: to ask is what advances them
+        return max([each() for each in self._unfinished], default=False)  # All: to ask is what advances them
 
     def _drive(self, done: Callable[[], bool], deadline: float | None, checks: int) -> None:
         """Drive until `done()` or the deadline; the drive lock was taken and is given back. checks: See SpinPolicy."""
-        bell, spin, crowded, background = self._bell, self._spin, self._policy.crowded, self._in_background
+        bell, spin, policy, background = self._bell, self._spin, self._policy, self._in_background
         try:
             # `_enter`, without a frame of its own.
             self._driver, self._wait, self._missed_ring = get_ident(), Wait.AGAIN, False
@@ -365,14 +365,14 @@ class Loop:
                 if self._failure is not None:
                     return
                 now = time.monotonic()
-                unnotified = not crowded and (self._remote or wait is Wait.POLL)
+                unnotified = self._remote or wait is Wait.POLL
                 serves = self.thread_pool.limit > 0
                 if not spin.count:
-                    lasting = unnotified and (checks > 0 or self._is_unfinished())
+                    lasting = unnotified and (checks > 0 or (not policy.crowded and self._is_unfinished()))
                     spin.begin(now, checks, serves=serves, unnotified=lasting)
                 overdue = deadline is not None and now >= deadline
                 if not overdue and spin.goes_on(now, unnotified=unnotified):
-                    if crowded or serves or spin.count > checks:
+                    if policy.crowded or serves or spin.count > checks:
                         # The awaited rank may need this core: the system wakes it where the ring came from.
                         os.sched_yield()
                     rung = bell.rung_politely() if background else bell.rung()

@@ -3,9 +3,11 @@
     checks ...... doorbell, counters or MPI, nothing else runs on this core meanwhile
     then sleep .. until rung, until the next poll of MPI, or until the next health check (TICK_SECONDS)
 
-Ranks that share cores ("crowded") check a few times, give the core away in between, and sleep early. A rank is crowded
-for good where the ranks of its node have fewer cores than there are of them, and for a while where its core is taken
-from it as it checks: by the ranks of another container, by any other program. All times are in seconds.
+Ranks that share cores ("crowded") give the core away between two checks. Where a doorbell will ring they check a few
+times and sleep early. No doorbell rings for a message of another node, and a rank that sleeps sees it late: they check
+as long as others do. A rank is crowded for good where the ranks of its machine, all containers together, have fewer
+cores than there are of them, and for a while where its core is taken from it as it checks: by any other program. All
+times are in seconds.
 """
 
 from __future__ import annotations
@@ -37,8 +39,9 @@ MOST_HELD_UP_SECONDS = 5e-3  # Of a window; a rank that is held up for longer is
 CROWDED_SECONDS = 1.0  # How long a rank is crowded after that; it looks again then
 
 UNNOTIFIED_SECONDS = 50e-3
-"""How long a driver with a core of its own checks for the next message of another node, for which no doorbell rings.
-MPI moves the bytes of a message only while it is called: with 1 ms, 100 MiB over a fast link took a seventh longer."""
+"""How long a driver checks for the next message of another node, for which no doorbell rings. MPI moves the bytes of a
+message only while it is called: with 1 ms, 100 MiB over a fast link took a seventh longer. Three ranks on two cores, a
+host each, that slept after 2 ms took more than twice as long for 2 MiB."""
 
 TICK_SECONDS = 0.25
 TOLERANT_TICK_SECONDS = 0.05  # Where the job goes on without lost ranks
@@ -59,6 +62,7 @@ class SpinPolicy:
         """crowded: ranks share cores. checks: of the doorbell before a sleep."""
         self.checks = checks
         self.tick_seconds = tick_seconds
+        self.network_seconds = UNNOTIFIED_SECONDS  # How long a thread drives a job of several nodes that does not move
         self._for_good = crowded
         self._window, self._held_up = 0.0, 0.0
         self._until = math.inf  # Where the rank is crowded for a while
@@ -69,7 +73,6 @@ class SpinPolicy:
         self.counter_checks = 1 if crowded else COUNTER_CHECKS
         self.board_checks = 0 if crowded else BOARD_CHECKS
         self.queue_seconds = CROWDED_QUEUE_SECONDS if crowded else UNSHARED_SECONDS
-        self.network_seconds = CROWDED_QUEUE_SECONDS if crowded else UNNOTIFIED_SECONDS
 
     def look_again(self, now: float) -> None:
         """A wait begins now: has the rank, for all that is known, its core again?"""
@@ -105,11 +108,11 @@ class Spin:
         self._last = now
         self._serves = serves
         self._most, self._until, self._interruption = checks, 0.0, math.inf
-        if self._policy.crowded:
+        if unnotified:
+            self._until = now + UNNOTIFIED_SECONDS
+        elif self._policy.crowded:
             self._most = checks * (RPC_CHECKS_FACTOR if serves else 1)
             self._until = math.inf if checks else 0.0
-        elif unnotified:
-            self._until = now + UNNOTIFIED_SECONDS
         elif checks and serves:
             self._most, self._until, self._interruption = math.inf, now + RPC_SECONDS, INTERRUPTION_SECONDS
         elif checks:
@@ -122,7 +125,5 @@ class Spin:
         if seconds > HELD_UP_SECONDS and not self._serves:
             # While RPC runs, other threads of this process want the interpreter.
             self._policy.held_up(now, seconds)
-            if self._policy.crowded and unnotified:
-                return False
         self.count += 1
         return now < self._until and (unnotified or (self.count <= self._most and seconds <= self._interruption))

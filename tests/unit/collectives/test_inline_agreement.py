@@ -48,7 +48,7 @@ class Ranks:
             return False
         for peer in range(self.size):
             if peer != rank:
-                self._wire(rank, peer, True).append((index, Offer(kind, name)))
+                self._wire(rank, peer, True).append(((index, kind, name, 0),))
         return True
 
     def negotiate(self, rank: int) -> None:

@@ -2,7 +2,14 @@
 
 import pytest
 
-from hvlike.transport.host.topology import any_crowded, cores_per_rank, has_spare_core, is_crowded
+from hvlike.transport.host.topology import (
+    any_crowded,
+    cores_on_machine,
+    cores_per_rank,
+    has_spare_core,
+    is_crowded,
+    machine_id,
+)
 
 
 @pytest.mark.parametrize(
@@ -31,3 +38,14 @@ def test_what_follows_for_waiting(cores: float, crowded: bool, spare: bool) -> N
 )
 def test_all_ranks_of_a_node_see_whether_one_of_them_is_crowded(affinities: list[set[int]], crowded: bool) -> None:
     assert any_crowded([frozenset(each) for each in affinities]) is crowded
+
+
+@pytest.mark.parametrize(
+    ("machines", "cores"), [(["a", "b", "c"], 2.0), (["a", "a", "b"], 1.0), (["a", "a", "a"], pytest.approx(2 / 3))]
+)
+def test_ranks_in_containers_of_one_machine_share_its_cores(machines: list[str], cores: float) -> None:
+    assert cores_on_machine([(each, frozenset({0, 1})) for each in machines], 0) == cores
+
+
+def test_a_machine_has_one_number_for_all_its_processes() -> None:
+    assert machine_id() == machine_id() != ""
