@@ -88,7 +88,7 @@ def drive(pipelines: Sequence[MessagePipeline]) -> Coroutine[None]:
             yield Wait.AGAIN if moved else Wait.POLL
 
 
-SLOW_BYTES_PER_SECOND = 300e6
+SLOW_BYTES_PER_SECOND = 150e6
 SMALLEST_SAMPLE = 1 << 20
 
 

@@ -36,11 +36,7 @@ class _Plan(NamedTuple):
 class _Piece(NamedTuple):
     """A plain tensor in one row, where one was. It keeps no memory: a tensor that is there now does."""
 
-    shape: torch.Size
-    dtype: torch.dtype
-    op: int | None
-    prescale: float
-    postscale: float
+    call: tuple[torch.Size, torch.dtype, int | None, float, float]  # Shape, dtype, op, prescale and postscale
     plan: _Plan
     at_once: InlineReduction | None
     is_complex: bool
@@ -76,12 +72,7 @@ class InlineAllreduce(InlineCalls[_Plan]):
             # It is sparse, or stands for others in a transformation of torch.func.
             return None
         piece = self._pieces.get(address)
-        if (
-            piece is None
-            or piece.shape != tensor.shape
-            or piece.dtype is not tensor.dtype
-            or (piece.op != op or piece.prescale != prescale or piece.postscale != postscale)
-        ):
+        if piece is None or piece.call != (tensor.shape, tensor.dtype, op, prescale, postscale):
             piece = self._piece(tensor, address, op, prescale, postscale)
         if piece is None or (piece.is_complex and tensor.is_conj()):
             return None
@@ -97,9 +88,9 @@ class InlineAllreduce(InlineCalls[_Plan]):
                 index = tensor_queue.entered
                 if self._busy or self._away or self._recorder.on or index & self._sparing:
                     return None
-                if (tensor_queue.closed or tensor_queue.requests) and not tensor_queue.may_begin((KIND, name or "")):
-                    return None
                 if index != board.following and not board.is_free(index):
+                    return None
+                if (tensor_queue.closed or tensor_queue.requests) and not tensor_queue.may_begin((KIND, name or "")):
                     return None
                 begun = self._busy = True
                 key, code, place = self._names.get(name) or self._call(name)
@@ -157,9 +148,9 @@ class InlineAllreduce(InlineCalls[_Plan]):
         if plan.copies is not None:
             slots, elements = self._inline.slots(nbytes), plan.arithmetic.over(raw)
             calls = tuple(plan.arithmetic.calls(copies, elements) for copies in plan.copies)
-        piece = self._pieces[address] = _Piece(
-            shape, dtype, op, prescale, postscale, plan, plan.at_once, dtype in _COMPLEX, nbytes, raw.data, slots, calls
-        )
+        call = shape, dtype, op, prescale, postscale
+        piece = _Piece(call, plan, plan.at_once, dtype in _COMPLEX, nbytes, raw.data, slots, calls)
+        self._pieces[address] = piece
         return piece
 
     def _wait(self, at_once: InlineReduction | None, index: int) -> bool:
