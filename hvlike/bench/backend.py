@@ -18,7 +18,7 @@ from hvlike.bench.harness.comparison import Contestant, Ratio, Summary, compare,
 from hvlike.bench.harness.report import Bars, format_size, parse_sizes, publish, ratio_cell, table, with_spread
 from hvlike.bench.peers import Peers, peers
 from hvlike.bench.reducers import GLOO, OURS
-from hvlike.bench.trainers import ALONE, WORKLOADS, Trainer, Workload
+from hvlike.bench.trainers import ALONE, WORKLOADS, ExchangeTrainer, Trainer, Workload
 from hvlike.errors import HvlikeError, UsageError
 from hvlike.torch_distributed.autoload import BACKEND_NAME, register
 
@@ -27,6 +27,7 @@ _BYTES_PER_SIZE = 512 << 20
 _FEWEST, _MOST = 9, 40
 _FIRST_TURNS = 3  # Those that do not count
 _RATIO = f"{GLOO}/{OURS}"
+SILENT = "DDP itself"
 
 distributed: Any = torch.distributed  # Typed one way or the other from version to version
 Group = Any
@@ -98,8 +99,9 @@ def as_text(conditions: dict[str, Any], calls: Sequence[Result], steps: list[ste
         "back. Times: median over repetitions of the slowest rank, cold caches [interquartile range].\n"
         "Ratios: of medians [quartiles of the ratios within one repetition]."
     )
+    silent = f"{SILENT}: a hook that communicates nothing; no backend can cost less."
     parts = [head, table(["call", "size", "n", OURS, GLOO, _RATIO], rows), foot] if calls else []
-    return "\n\n".join([*parts, *([step.as_text(conditions, steps)] if steps else [])])
+    return "\n\n".join([*parts, *([step.as_text(conditions, steps), silent] if steps else [])])
 
 
 def panels(calls: Sequence[Result], steps: list[step.Result]) -> list[Any]:
@@ -201,6 +203,24 @@ def _ddp(name: str, workload: Workload, seed: int, rank: int, group: Group) -> T
     return trainer
 
 
+class SilentTrainer(ExchangeTrainer):
+    """DDP with a hook that communicates nothing: what its buckets cost over any backend. The replicas drift apart."""
+
+    def __init__(self, workload: Workload, seed: int, rank: int, group: Group) -> None:
+        super().__init__(workload, seed, rank, lambda: None)
+        self.name = SILENT
+        parallel: Any = nn.parallel.DistributedDataParallel
+        self.network = network = parallel(self.model, process_group=group)
+        # A lambda: torch refuses annotations that are kept as text.
+        network.register_comm_hook(None, lambda state, bucket: _ended(bucket.buffer()))
+
+
+def _ended(result: Tensor) -> torch.futures.Future[Tensor]:
+    future: torch.futures.Future[Tensor] = torch.futures.Future()
+    future.set_result(result)
+    return future
+
+
 def _steps(
     kind: str,
     workload: Workload,
@@ -212,6 +232,8 @@ def _steps(
     rank, seed = hvlike.rank(), options.seed
     trainers = [Trainer(ALONE, workload, seed, rank)]
     trainers += [make(name, workload, seed, rank, group) for name, group in groups.items()]
+    if make is _ddp:
+        trainers.append(SilentTrainer(workload, seed, rank, groups[GLOO]))
     return step.train(replace(workload, name=f"{kind} {workload.name}"), trainers, there, options)
 
 
