@@ -37,7 +37,7 @@ from hvlike.backends.network.partition import Message, Run, combine, message_len
 from hvlike.backends.network.progress import BandwidthEstimator, BufferPool, MessagePipeline, drive
 from hvlike.errors import MismatchError
 from hvlike.transport.loop.coroutine import Coroutine, Wait, complete
-from hvlike.transport.memory.dtypes import Array, bytes_at
+from hvlike.transport.memory.dtypes import Array, runs_at
 
 FIRST_BYTES = 60 << 10
 """Of the first packet to a rank, which every rank receives with room for so many: it fits whatever the sender reduces.
@@ -79,7 +79,8 @@ class Packet:
     def __init__(self, runs: Message, arithmetic: Arithmetic, *, packed: bool, first: bool) -> None:
         self.header = HEADER.size if first else 0  # Bytes of it
         self.nbytes = message_length(runs) * arithmetic.itemsize
-        self._runs = runs
+        itemsize = arithmetic.itemsize
+        self._runs = [(tensor, start * itemsize, (stop - start) * itemsize) for tensor, start, stop in runs]
         self._packed = packed
         self._arithmetic = arithmetic
         self._places: list[Array] = []
@@ -87,16 +88,11 @@ class Packet:
         self.message: Array = np.empty(self.header + self.nbytes if packed else 0, np.uint8)
         self.payload = self.message[self.header :]
         self.piece: Piece = arithmetic.over(self.payload) if packed and runs else self.payload
-        sizes = [(stop - start) * arithmetic.itemsize for _, start, stop in runs]
-        self._parts = split(self.payload, map(range, sizes)) if packed else []
+        self._parts = split(self.payload, (range(nbytes) for *_, nbytes in self._runs)) if packed else []
 
     def locate(self, addresses: Sequence[int]) -> None:
         """The tensors begin at these addresses from now on."""
-        itemsize = self._arithmetic.itemsize
-        places = [
-            bytes_at(addresses[tensor] + start * itemsize, (stop - start) * itemsize)
-            for tensor, start, stop in self._runs
-        ]
+        places = runs_at(addresses, self._runs)
         if self._packed:
             self._places = places
             return

@@ -36,7 +36,7 @@ from hvlike.backends.network.partition import fold
 from hvlike.backends.network.progress import SharedScratch
 from hvlike.errors import MismatchError
 from hvlike.transport.loop.coroutine import Coroutine, Wait, complete
-from hvlike.transport.memory.dtypes import Array, Kind, bytes_at
+from hvlike.transport.memory.dtypes import Array, Kind, runs_at
 
 _REST_TAG, _RESULT_TAG = 5, 6
 
@@ -119,6 +119,8 @@ class RecursiveReduction:
         self._half = arithmetic.element.kind is Kind.HALF
         self._wide = arithmetic.on(torch.float32) if self._half else arithmetic
         self._lengths = lengths
+        itemsize = arithmetic.itemsize
+        self._runs = [(tensor, 0, length * itemsize) for tensor, length in enumerate(lengths)]
         elements = sum(lengths)
         self._together = not way.sharded and HEADER.size + elements * self._wide.itemsize <= FIRST_BYTES
         self._flat = current = self._slot(elements)
@@ -260,8 +262,7 @@ class RecursiveReduction:
     def _locate(self, addresses: list[int]) -> None:
         if addresses == self._addresses:
             return
-        itemsize = self._arithmetic.itemsize
-        self._places = [bytes_at(*each) for each in zip(addresses, (n * itemsize for n in self._lengths), strict=True)]
+        self._places = runs_at(addresses, self._runs)
         if self._half:
             self._places = [self._arithmetic.over(each) for each in self._places]
         self._addresses = addresses[:]

@@ -23,7 +23,7 @@ from hvlike.backends.shared_memory.staging import StagedReduction
 from hvlike.backends.shared_memory.transfer import gather
 from hvlike.backends.shared_memory.work_sync import WorkSync
 from hvlike.transport.loop.coroutine import Coroutine
-from hvlike.transport.memory.dtypes import Array, bytes_at
+from hvlike.transport.memory.dtypes import Array, runs_at
 from hvlike.transport.memory.process_memory import ROW_BYTES
 
 Cross = Callable[[int], Coroutine[int]]
@@ -52,7 +52,7 @@ class FlatBuffer:
 
     def _places(self, addresses: Sequence[int]) -> list[Array]:
         runs = zip(self._index.tolist(), self._starts.tolist(), self._sizes, strict=True)
-        return [bytes_at(addresses[tensor] + start, nbytes) for tensor, start, nbytes in runs]
+        return runs_at(addresses, runs)
 
 
 class NodeReduction(Protocol):

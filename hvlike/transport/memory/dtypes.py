@@ -8,6 +8,7 @@ torch's). MPI reduces none of them: bfloat16 as bytes or not at all, and a minim
 from __future__ import annotations
 
 import enum
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -127,6 +128,15 @@ def bytes_at(address: int, nbytes: int) -> Array:
     first = address - FIRST_ADDRESS
     view: Array = EVERYTHING[first : first + nbytes]
     return view
+
+
+def runs_at(addresses: Sequence[int], runs: Iterable[tuple[int, int, int]]) -> list[Array]:
+    """`bytes_at` of many runs (tensor, first byte, bytes) of tensors that begin at these addresses, in one frame."""
+    start = FIRST_ADDRESS
+    return [
+        EVERYTHING[addresses[tensor] + offset - start : addresses[tensor] + offset - start + nbytes]
+        for tensor, offset, nbytes in runs
+    ]
 
 
 def raw_view(tensor: torch.Tensor) -> Array:
