@@ -27,7 +27,7 @@ from hvlike.training.elastic.random_state import RandomState
 from hvlike.training.elastic.run import run
 from hvlike.training.elastic.sampler import ElasticSampler
 from hvlike.training.elastic.state import ObjectState, State, TorchState
-from hvlike.transport.failure.job_record import EXIT_PREEMPTED
+from hvlike.transport.failure.exit_status import EXIT_PREEMPTED
 
 __all__ = ["ElasticSampler", "ObjectState", "RandomState", "State", "TorchState", "preempted", "run"]
 __all__ += ["EXIT_PREEMPTED"]

@@ -1,7 +1,14 @@
-"""One attempt of a job that `launch` starts: it runs, is asked to end or ended, and leaves nothing behind."""
+"""One attempt of a job that `launch` starts: it runs, is asked to end or ended, and leaves nothing behind.
+
+The processes below `launch` are found through /proc, also those whose launcher was killed, and ended to the last one. A
+process whose parent ends is given to init. `adopt_orphans` has it given to this process in place of that, so that the
+ranks of a killed mpirun stay below it and are found.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import os
 import signal
 import subprocess
@@ -16,15 +23,19 @@ from types import FrameType
 from typing import Any
 
 from hvlike.errors import LaunchError
-from hvlike.launch.processes import end_descendants, end_with_parent, remove_segments, segment_folder
 from hvlike.launch.run import stop
-from hvlike.transport.failure.job_record import VARIABLE, JobRecord
+from hvlike.transport.failure.exit_status import VARIABLE, JobRecord
 from hvlike.transport.host.find_mpirun import OPEN_MPI, examine_launcher
+from hvlike.transport.host.mpi_library import SHM_FOLDER
 
 _POLL_SECONDS = 0.2
 ORPHAN_SECONDS = 5.0  # How long ranks have that lost their launcher: they look about once a second
 _OPEN_MPI_NAMES = ("mpirun", "mpiexec", "orterun", "prterun")
 _SESSION_FOLDERS = ("PRTE_MCA_prte_tmpdir_base", "PRTE_MCA_prte_local_tmpdir_base")
+_SEGMENTS = ("sm_segment.", "mpich_shm_")  # How Open MPI and MPICH begin the names of a job's shared memory
+_SEGMENT_FOLDER = "OMPI_MCA_btl_sm_backing_directory"
+_SET_DEATH_SIGNAL, _SET_CHILD_SUBREAPER = 1, 36  # Of prctl
+_ENDING_SECONDS, _REAP_SECONDS = 10.0, 0.05
 
 
 def say(text: str) -> None:
@@ -97,7 +108,7 @@ def run_attempt(command: Sequence[str], environment: Mapping[str, str], requests
             killed = end_descendants(ORPHAN_SECONDS)
             if killed:
                 say(f"{killed} processes had outlived their launcher; they were killed")
-            remove_segments(started, segment_folder())
+            remove_segments(started, os.environ.get(_SEGMENT_FOLDER, SHM_FOLDER))
     return process.returncode
 
 
@@ -119,7 +130,85 @@ def _watch(process: subprocess.Popen[bytes], record: JobRecord, requests: Reques
             return
 
 
-def environment_of(record: Path, checkpoint: str | None) -> dict[str, str]:
-    """The environment of the job."""
-    added = {VARIABLE: str(record)} | ({} if checkpoint is None else {"HVLIKE_CHECKPOINT_DIR": checkpoint})
-    return dict(os.environ) | added
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def adopt_orphans() -> None:
+    """Have processes below this one given to it when their parents end. Linux; elsewhere it does nothing."""
+    if hasattr(_libc, "prctl"):
+        _libc.prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def end_with_parent() -> None:
+    """In a child before it runs its program: have it sent SIGTERM when the parent's thread that started it ends."""
+    if hasattr(_libc, "prctl"):
+        _libc.prctl(_SET_DEATH_SIGNAL, int(signal.SIGTERM), 0, 0, 0)
+
+
+def descendants() -> list[int]:
+    """The processes below this one that have not ended."""
+    children: dict[int, list[int]] = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            # The name in parentheses may hold anything.
+            state, parent = path.read_text(errors="replace").rpartition(")")[2].split()[:2]
+            if state not in ("Z", "X"):
+                children.setdefault(int(parent), []).append(int(path.parent.name))
+    found = list(children.get(os.getpid(), []))
+    for process in found:
+        found += children.get(process, [])
+    return found
+
+
+def end_descendants(patience: float) -> int:
+    """Wait until nothing is left below this process; after `patience` seconds kill what is. Returns their number.
+
+    Orphaned ranks see that their launcher is gone, and remove their files when they end by themselves.
+    """
+    patient_until = time.monotonic() + patience
+    hopeless_from = patient_until + _ENDING_SECONDS
+    killed: set[int] = set()
+    while (left := descendants()) and time.monotonic() < hopeless_from:
+        if time.monotonic() >= patient_until:
+            for process in left:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.kill(process, signal.SIGKILL)
+                    killed.add(process)
+        _reap()
+        time.sleep(_REAP_SECONDS)
+    _reap()
+    return len(killed)
+
+
+def _reap() -> None:
+    """Take the statuses of children that have ended; the launcher's was taken before."""
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+
+
+def remove_segments(since: float, folder: str) -> list[str]:
+    """Remove shared memory of MPI that was made after `since` (of time.time()) and that no process maps; return what.
+
+    Ranks that are killed cannot remove it, and a launcher that is killed neither.
+    """
+    mine = []
+    for file in [file for prefix in _SEGMENTS for file in Path(folder).glob(f"{prefix}*")]:
+        with contextlib.suppress(FileNotFoundError):
+            status = file.stat()
+            if status.st_uid == os.getuid() and status.st_ctime >= since:
+                mine.append(str(file))
+    mapped = _maps_of_all() if mine else ""
+    unused = [path for path in mine if path not in mapped]
+    for path in unused:
+        Path(path).unlink(missing_ok=True)
+    return unused
+
+
+def _maps_of_all() -> str:
+    texts = []
+    for path in Path("/proc").glob("[0-9]*/maps"):
+        # Processes of others map nothing that is ours.
+        with contextlib.suppress(OSError):
+            texts.append(path.read_text(errors="replace"))
+    return "\n".join(texts)

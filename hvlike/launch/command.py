@@ -5,7 +5,7 @@
                  |   |---- no record, --restarts used up --------------> 1
                  +---+---- no record: a failure, whatever the status
 
-The job tells by its record how it has ended (transport/failure/job_record.py).
+The job tells by its record how it has ended (transport/failure/exit_status.py).
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ import signal
 import socket
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from hvlike.launch.attempt import Requests, environment_of, run_attempt, say, with_variables
-from hvlike.launch.processes import adopt_orphans
+from hvlike.launch.attempt import Requests, adopt_orphans, run_attempt, say, with_variables
 from hvlike.training.elastic.checkpoint_files import list_files
-from hvlike.transport.failure.job_record import EXIT_PREEMPTED, FINISHED, PREEMPTED, VARIABLE, JobRecord
+from hvlike.transport.failure.exit_status import EXIT_PREEMPTED, FINISHED, PREEMPTED, VARIABLE, JobRecord
 
+CHECKPOINT = "HVLIKE_CHECKPOINT_DIR"
 EXIT_GAVE_UP, EXIT_CANNOT_START = 1, 2
 PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 1.0, 60.0
 
@@ -59,64 +59,61 @@ def main(arguments: list[str]) -> int:
     command = arguments[split + 1 :]
     if not command:
         parser.error("the command is missing: python -m hvlike launch --checkpoint DIR -- mpirun -n 4 python train.py")
-    checkpoint = options.checkpoint or os.environ.get("HVLIKE_CHECKPOINT_DIR") or None
+    checkpoint = options.checkpoint or os.environ.get(CHECKPOINT) or None
     adopt_orphans()
     with tempfile.TemporaryDirectory(prefix="hvlike-launch-") as place, Requests() as requests:
         # The ranks see the checkpoint folder; the other one only those of this host.
         folder = Path(place if checkpoint is None else checkpoint).absolute()
         folder.mkdir(parents=True, exist_ok=True)
         record = JobRecord(folder / f".launch-{socket.gethostname()}-{os.getpid()}")
+        variables = {VARIABLE: str(record.path)} | ({} if checkpoint is None else {CHECKPOINT: str(folder)})
         try:
-            return _Job(command, folder, record, requests, options).run(None if checkpoint is None else str(folder))
+            return _run(command, variables, folder, record, requests, options)
         finally:
             record.remove()
 
 
-class _Job:
-    def __init__(
-        self, command: Sequence[str], folder: Path, record: JobRecord, requests: Requests, options: argparse.Namespace
-    ) -> None:
-        self._command = command
-        self._folder = folder
-        self._record = record
-        self._requests = requests
-        self._options = options
+def _run(
+    command: Sequence[str],
+    variables: Mapping[str, str],
+    folder: Path,
+    record: JobRecord,
+    requests: Requests,
+    options: argparse.Namespace,
+) -> int:
+    """Start the job until it has finished, is asked to end, or is given up. variables: what its ranks see besides."""
+    environment = {**os.environ, **variables}
+    line = with_variables(command, list(variables))
+    failures = 0
+    while not requests.signals:
+        before = _files(folder)
+        record.remove()
+        try:
+            status = run_attempt(line, environment, requests, options.grace)
+        except OSError as error:
+            print(f"python -m hvlike launch: {command[0]} cannot be run: {error}", file=sys.stderr)
+            return EXIT_CANNOT_START
+        final = final_status(record.read(), status, asked=bool(requests.signals), ulfm="--with-ft" in command)
+        if final is not None:
+            return final
+        files = _files(folder)
+        failures = 1 if set(files).difference(before) else failures + 1
+        if failures > options.restarts:
+            say(f"the job has failed {failures} times in a row without a new checkpoint: it is given up")
+            return EXIT_GAVE_UP
+        pause = pause_before(failures)
+        newest = files[0][0] if files else "the beginning"
+        say(
+            f"the job has failed ({_describe(status)}); it starts again in {pause:g} s from {newest} ({failures} of "
+            f"{options.restarts} restarts without a new checkpoint)"
+        )
+        requests.wait(pause)
+    return EXIT_PREEMPTED
 
-    def run(self, checkpoint: str | None) -> int:
-        environment = environment_of(self._record.path, checkpoint)
-        names = [VARIABLE] if checkpoint is None else [VARIABLE, "HVLIKE_CHECKPOINT_DIR"]
-        command = with_variables(self._command, names)
-        failures = 0
-        while not self._requests.signals:
-            before = self._files()
-            self._record.remove()
-            try:
-                status = run_attempt(command, environment, self._requests, self._options.grace)
-            except OSError as error:
-                print(f"python -m hvlike launch: {command[0]} cannot be run: {error}", file=sys.stderr)
-                return EXIT_CANNOT_START
-            ending = self._record.read()
-            final = final_status(ending, status, asked=bool(self._requests.signals), ulfm="--with-ft" in command)
-            if final is not None:
-                return final
-            failures = 1 if self._files() - before else failures + 1
-            if failures > self._options.restarts:
-                say(f"the job has failed {failures} times in a row without a new checkpoint: it is given up")
-                return EXIT_GAVE_UP
-            pause = pause_before(failures)
-            say(
-                f"the job has failed ({_describe(status)}); it starts again in {pause:g} s from "
-                f"{self._newest()} ({failures} of {self._options.restarts} restarts without a new checkpoint)"
-            )
-            self._requests.wait(pause)
-        return EXIT_PREEMPTED
 
-    def _files(self) -> set[tuple[str, int]]:
-        return {(file.path.name, file.path.stat().st_mtime_ns) for file in list_files(self._folder)}
-
-    def _newest(self) -> str:
-        files = list_files(self._folder)
-        return files[0].path.name if files else "the beginning"
+def _files(folder: Path) -> list[tuple[str, int]]:
+    """The checkpoints, the newest first, by name and time."""
+    return [(file.path.name, file.path.stat().st_mtime_ns) for file in list_files(folder)]
 
 
 def final_status(ending: str | None, status: int, *, asked: bool, ulfm: bool) -> int | None:

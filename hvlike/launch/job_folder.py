@@ -1,4 +1,4 @@
-"""What a job of hvd.run is given and what it leaves, as files in one folder that all its ranks see.
+"""What a job of hvd.run is given and what it leaves, as files in one folder that all its ranks see; and what they do.
 
 call        the function, its arguments, and the search path of modules
 result.N    what rank N has returned
@@ -13,7 +13,7 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
@@ -22,6 +22,10 @@ from pathlib import Path
 from typing import Any
 
 from hvlike.errors import LaunchError, UsageError
+
+RANK_PROGRAM = "import sys; from hvlike.launch.job_folder import run_rank; run_rank(sys.argv[1])"
+"""What each rank of the job runs; its argument is the folder."""
+_RANKS = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "MV2_COMM_WORLD_RANK")
 
 
 @dataclass(frozen=True)
@@ -113,6 +117,28 @@ def raise_again(failure: Failure) -> None:
         raise error from cause
     # SystemExit and KeyboardInterrupt of a rank must not end the caller.
     raise LaunchError(f"{where}: {failure.summary}") from cause
+
+
+def rank_of(environment: Mapping[str, str]) -> int:
+    """Return the rank that the launcher has given this process. MPI need not run. Raises: LaunchError."""
+    for variable in _RANKS:
+        if environment.get(variable, "").isdecimal():
+            return int(environment[variable])
+    raise LaunchError(f"run: the launcher has told this process no rank: none of {', '.join(_RANKS)} is set.")
+
+
+def run_rank(place: str) -> None:
+    """Call the function and write its result or its exception, which is then raised."""
+    folder, rank = Path(place), rank_of(os.environ)
+    try:
+        call = read_call(folder)
+        write_result(folder, rank, call())
+    except BaseException as error:
+        if isinstance(error, SystemExit) and not error.code:
+            write_result(folder, rank, None)
+        else:
+            write_failure(folder, rank, error)
+        raise
 
 
 def _has_cloudpickle() -> bool:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import IO, Any, TextIO, TypeVar
 
 from hvlike.errors import LaunchError, UsageError
-from hvlike.launch.job_folder import first_failure, raise_again, result_of, write_call
+from hvlike.launch.job_folder import RANK_PROGRAM, first_failure, raise_again, result_of, write_call
 from hvlike.transport.host import find_mpirun
 from hvlike.transport.host.find_mpirun import OPEN_MPI, Mpirun
 from hvlike.transport.host.launchers import detect_launcher
@@ -105,7 +105,7 @@ def run(
         write_call(Path(place), partial(func, *args, **(kwargs or {})))
         added = _added_variables(os.environ, ranks, on_hosts=on_hosts) | dict(env or {})
         flags = [*_host_flags(mpirun, hosts, hostfile, added), *mpi_args]
-        command = mpirun.command(ranks, [sys.executable, "-m", "hvlike.launch.rank", place], flags)
+        command = mpirun.command(ranks, [sys.executable, "-c", RANK_PROGRAM, place], flags)
         try:
             status, errors = run_to_its_end(command, without_launcher(os.environ) | added, timeout)
         except subprocess.TimeoutExpired:

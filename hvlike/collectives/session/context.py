@@ -33,10 +33,10 @@ from hvlike.errors import (
 from hvlike.observe.log import set_up_log
 from hvlike.observe.recorder import check_writable, path_of_restart
 from hvlike.transport.fabric import Fabric
+from hvlike.transport.failure.exit_status import keep_record
 from hvlike.transport.failure.fault_tolerance import Job, as_error, is_enabled
 from hvlike.transport.failure.guard import Guard, give_up
 from hvlike.transport.failure.heartbeat import Heartbeat, heartbeat_limit
-from hvlike.transport.failure.job_record import keep_record
 from hvlike.transport.failure.watchdog import Liveness, init_watchdog
 from hvlike.transport.host import launchers, mpi_library
 from hvlike.transport.host.topology import available_cores, has_spare_core

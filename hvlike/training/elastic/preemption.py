@@ -22,7 +22,7 @@ import torch
 from hvlike.collectives.api.allreduce import allreduce
 from hvlike.collectives.requests.reduction import Max
 from hvlike.collectives.session.context import current
-from hvlike.transport.failure.job_record import EXIT_PREEMPTED, PREEMPTED, record_of_this_job
+from hvlike.transport.failure.exit_status import EXIT_PREEMPTED, PREEMPTED, record_of_this_job
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 

@@ -42,7 +42,7 @@ from hvlike.errors import (
 )
 from hvlike.training.elastic.durable import ended, kept, prepare
 from hvlike.training.elastic.state import State
-from hvlike.transport.failure import fault_tolerance, job_record
+from hvlike.transport.failure import exit_status, fault_tolerance
 from hvlike.transport.failure.fault_tolerance import Job
 from hvlike.transport.host.find_mpirun import OPEN_MPI, family_of_library
 
@@ -346,7 +346,7 @@ def what_a_loss_does(environ: Mapping[str, str], vendor: str, version: Sequence[
     """Return a sentence where a lost rank may end the job and nothing starts it again, else "". Vendor and version are
     those of the MPI library.
     """
-    if size == 1 or job_record.VARIABLE in environ:
+    if size == 1 or exit_status.VARIABLE in environ:
         return ""
     if fault_tolerance.is_enabled(environ):
         defect = fault_tolerance.known_defect(version)

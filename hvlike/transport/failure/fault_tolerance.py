@@ -10,7 +10,13 @@ lost process fail, and the survivors can make a new communicator:
 `Job` holds the communicator from which every World is made, across restarts. Those of the World are `Communicator`s,
 which hide failures (fault_tolerant_comm.py).
 
-Source: User-Level Failure Mitigation, as in Open MPI 5 (docs.open-mpi.org, "User-Level Fault Mitigation").
+Open MPI learns of a lost process by an event of PMIx, the protocol between a process and the daemon of the launcher
+that has started it. From behind a cut link no event comes, and MPI's agreement among survivors would wait for ever. So
+a process that knows better sends the event to itself (`Job.lose`): MPI then takes these processes for failed and can do
+without them, as if they had been killed.
+
+Source: User-Level Failure Mitigation, as in Open MPI 5 (docs.open-mpi.org, "User-Level Fault Mitigation"). PMIx
+standard 4.1, PMIx_Notify_event, PMIX_ERR_PROC_ABORTED, PMIX_RANGE_PROC_LOCAL, PMIx_Abort.
 """
 
 from __future__ import annotations
@@ -24,16 +30,15 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from types import ModuleType
 from typing import Any, ClassVar
 
 import numpy as np
 
 from hvlike.errors import LaunchError, PeerLeftError, UsageError
-from hvlike.transport.failure import pmix
 from hvlike.transport.failure.fault_tolerant_comm import GARBAGE, Communicator, is_failure
-from hvlike.transport.host import mpi_library
+from hvlike.transport.host.mpi_library import ForkMark, mapped_files
 
 ENABLED = "OMPI_MCA_mpi_ft_enable"
 COLLECTIVES = "OMPI_MCA_coll"
@@ -49,6 +54,13 @@ _SETTLE_SECONDS, _FINALIZE_SECONDS = 2.0, 5.0  # From a loss to MPI_Finalize, an
 _SPARE = 2  # In an agreement
 _MOST_UNSHARED = 8  # Communicators that a lost process may have had before the survivors had them
 _LONGEST_POLL_SECONDS = 20e-3
+
+# Of PMIx; `_load_pmix` checks two of them by their names.
+_ABORTED, _ABORTED_NAME = -7, b"PMIX_ERR_PROC_ABORTED"
+_PROC, _PROC_NAME = 22, b"PMIX_PROC"
+_LOCAL_RANGE = 7
+_AFFECTED = b"pmix.evproc"
+_INFO_BYTES = 4096  # Of a pmix_info_t, and much more
 
 
 def is_enabled(environ: Mapping[str, str]) -> bool:
@@ -266,7 +278,7 @@ class Job:
         lost = {places[rank] for rank in ranks}
         dark = {self._hosts[place] for place in lost} - {self._hosts[place] for place in places if place not in lost}
         waiting = {place for place, host in self._hosts.items() if place not in places and host in dark}
-        return pmix.report_lost(sorted(lost | waiting))
+        return _report_lost(sorted(lost | waiting))
 
     def agree(self, answer: bool, perform: Callable[[Callable[[], None]], None] = _at_once) -> bool:
         """Whether all processes that are left say yes: the same on each of them, also once this was revoked. Blocks.
@@ -304,14 +316,14 @@ class Job:
         late.daemon = True
         late.start()
         # mpi4py holds Python's lock while it finalises, so that no thread could end the process.
-        ctypes.CDLL(mpi_library.mapped_files("/libmpi.so")[0]).MPI_Finalize()
+        ctypes.CDLL(mapped_files("/libmpi.so")[0]).MPI_Finalize()
         late.cancel()
 
 
 def _finalize_current() -> None:
     # Registered by the first job, so it runs after the handlers that need MPI.
     job = Job.current
-    if job is not None and not job.mpi.Is_finalized() and not mpi_library.ForkMark.forked:
+    if job is not None and not job.mpi.Is_finalized() and not ForkMark.forked:
         job.finalize()
 
 
@@ -326,3 +338,43 @@ def _end_process() -> None:
 def as_error(mpi: ModuleType, error: BaseException) -> BaseException:
     """MPI's word that a process is lost as a PeerLeftError; any other error as it is."""
     return PeerLeftError(f"A rank was lost while the ranks were starting: {error}") if is_failure(mpi, error) else error
+
+
+class _Process(ctypes.Structure):
+    _fields_ = (("namespace", ctypes.c_char * 256), ("rank", ctypes.c_uint32))
+
+
+def _report_lost(ranks: Iterable[int]) -> bool:
+    """Have MPI take these ranks of COMM_WORLD for lost, in this process. Local; False where PMIx cannot be told."""
+    library = _load_pmix()
+    namespace = os.environ.get("PMIX_NAMESPACE", "").encode()
+    if library is None or not namespace:
+        return False
+    told = True
+    for rank in ranks:
+        process, info = _Process(namespace, rank), ctypes.create_string_buffer(_INFO_BYTES)
+        arguments = (_ABORTED, ctypes.byref(process), _LOCAL_RANGE, info, ctypes.c_size_t(1), None, None)
+        told &= not library.PMIx_Info_load(info, _AFFECTED, ctypes.byref(process), ctypes.c_uint16(_PROC))
+        told &= not library.PMIx_Notify_event(*arguments)
+    return told
+
+
+def abort_job(status: int, reason: str) -> bool:
+    """Have the launcher end all processes of the job, this one too, also before MPI has started. From any thread; False
+    where it cannot be asked.
+    """
+    library = _load_pmix()
+    return library is not None and not library.PMIx_Abort(status, reason.encode(), None, ctypes.c_size_t(0))
+
+
+def _load_pmix() -> Any:
+    """The PMIx that MPI has loaded, if the numbers above mean there what they should; else None."""
+    paths = mapped_files("libpmix.so")
+    if not paths:
+        return None
+    library = ctypes.CDLL(paths[0])
+    if not all(hasattr(library, f"PMIx_{name}") for name in ("Info_load", "Notify_event", "Data_type_string", "Abort")):
+        return None
+    library.PMIx_Error_string.restype = library.PMIx_Data_type_string.restype = ctypes.c_char_p
+    names = library.PMIx_Error_string(_ABORTED), library.PMIx_Data_type_string(ctypes.c_uint16(_PROC))
+    return library if names == (_ABORTED_NAME, _PROC_NAME) else None

@@ -39,9 +39,8 @@ from typing import Any, ClassVar
 
 from hvlike.errors import HorovodInternalError, JoinError, PeerLeftError, ShutdownError, WorkerLostError
 from hvlike.transport.failure import watchdog
-from hvlike.transport.failure.exit_status import ExitObserver
+from hvlike.transport.failure.exit_status import ExitObserver, note_good_end
 from hvlike.transport.failure.fault_tolerance import Job
-from hvlike.transport.failure.job_record import note_good_end
 from hvlike.transport.host import launchers, mpi_library
 from hvlike.transport.host.parents import LauncherWatch
 

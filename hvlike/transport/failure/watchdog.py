@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from hvlike.observe.log import main_stack
-from hvlike.transport.failure import pmix
+from hvlike.transport.failure.fault_tolerance import abort_job
 from hvlike.transport.host import launchers
 
 
@@ -199,7 +199,7 @@ def _end_job_before_mpi(environ: Mapping[str, str], living: set[int]) -> None:
             print(text, file=sys.stderr, flush=True)
         # The launcher calls the job a success when its only process asks for an abort.
         if len(living) > 1 or here < size:
-            pmix.abort(1, "a rank ended before MPI had started")
+            abort_job(1, "a rank ended before MPI had started")
     # Where PMIx cannot be asked, all ranks of this node end like this; else the launcher is faster.
     time.sleep(_SCAN_SECONDS)
     os._exit(1)

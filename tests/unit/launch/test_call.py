@@ -12,17 +12,17 @@ import torch
 
 from hvlike.errors import LaunchError, UsageError
 from hvlike.launch import job_folder as call_module
-from hvlike.launch import rank as rank_module
 from hvlike.launch.job_folder import (
     first_failure,
     raise_again,
+    rank_of,
     read_call,
     result_of,
+    run_rank,
     write_call,
     write_failure,
     write_result,
 )
-from hvlike.launch.rank import rank_of
 
 
 class Unfriendly(Exception):
@@ -40,7 +40,7 @@ def act_as_rank(rank: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     for variable in ("OMPI_COMM_WORLD_RANK", "PMIX_RANK"):
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setenv("OMPI_COMM_WORLD_RANK", str(rank))
-    rank_module.main(folder)
+    run_rank(str(folder))
 
 
 def failed(folder: Path, ranks: int) -> Any:

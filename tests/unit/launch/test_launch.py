@@ -12,10 +12,9 @@ from pathlib import Path
 import pytest
 
 from hvlike.launch import attempt, command
-from hvlike.launch.attempt import with_variables
+from hvlike.launch.attempt import remove_segments, with_variables
 from hvlike.launch.command import final_status, pause_before
-from hvlike.launch.processes import remove_segments
-from hvlike.transport.failure.job_record import FINISHED, PREEMPTED, VARIABLE, JobRecord
+from hvlike.transport.failure.exit_status import FINISHED, PREEMPTED, VARIABLE, JobRecord
 
 FINISH = 'printf finished >"$HVLIKE_LAUNCH_RECORD"'
 CHECKPOINT = 'touch "$HVLIKE_CHECKPOINT_DIR/checkpoint-00000000000$n-0123456789abcdef.pt"'

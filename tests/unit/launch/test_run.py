@@ -9,7 +9,7 @@ import pytest
 
 from hvlike.errors import LaunchError, UsageError
 from hvlike.launch import run as run_module
-from hvlike.launch.job_folder import write_failure, write_result
+from hvlike.launch.job_folder import RANK_PROGRAM, write_failure, write_result
 from hvlike.launch.run import run
 from hvlike.transport.host import find_mpirun
 from hvlike.transport.host.find_mpirun import HYDRA, OPEN_MPI, MpiLibrary, Mpirun
@@ -54,7 +54,7 @@ def test_results_come_by_rank_and_nothing_is_left(started: Started) -> None:
     results: Sequence[object] = run(len, ("four",))
     assert results == ["result 0", "result 1"]
     assert started.command[:4] == ["mpirun", "--flag", "-n", "2"]
-    assert started.command[-3:-1] == ["-m", "hvlike.launch.rank"]
+    assert started.command[-3:-1] == ["-c", RANK_PROGRAM]
     assert not Path(started.command[-1]).exists()
 
 

@@ -5,8 +5,8 @@ import logging
 import pytest
 
 from hvlike.training.elastic.run import warn_once, what_a_loss_does
+from hvlike.transport.failure.exit_status import VARIABLE
 from hvlike.transport.failure.fault_tolerance import ENABLED
-from hvlike.transport.failure.job_record import VARIABLE
 
 
 def test_it_names_what_the_library_can_do() -> None:
