@@ -17,10 +17,10 @@ from hvlike.collectives.session import basics
 from hvlike.doctor import gpus, job, launching, machine, software
 from hvlike.doctor.finding import Finding, Skipped, Verdict, plural, quoted
 from hvlike.doctor.job import Case, collect_rank_facts, start_job
-from hvlike.doctor.launching import Launchers, Trial, collect_launchers, try_two_ranks
+from hvlike.doctor.launching import COUNT_RANKS, LOSE_RANK, Launchers, Trial, collect_launchers, try_ranks
 from hvlike.doctor.machine import Model, collect_model
 from hvlike.doctor.probe import LIMIT, Gap, Prober, Unanswered
-from hvlike.transport.host.find_mpirun import is_fault_tolerant
+from hvlike.transport.host.find_mpirun import TOLERANT_FLAGS, is_fault_tolerant
 from hvlike.transport.host.launchers import detect_launcher
 
 CHECKS: dict[str, Callable[[Case, Finding], None]] = {
@@ -199,9 +199,9 @@ def collect_case(prober: Prober, wanted: str | None, *, reports: bool) -> Case:
         launchers = prober.ask(lambda: collect_launchers(library, os.environ))
         if isinstance(launchers, Launchers) and launchers.on_path and library and own.environment.launcher is None:
             first, seconds = launchers.on_path[0], max(1.0, prober.limit - _MARGIN_SECONDS)
-            trial = prober.ask(lambda: try_two_ranks(first, seconds))
+            trial = prober.ask(lambda: try_ranks(first, COUNT_RANKS, seconds))
             if is_fault_tolerant(first, library):
-                loss = prober.ask(lambda: launching.try_loss(first, seconds))
+                loss = prober.ask(lambda: try_ranks(first, LOSE_RANK, seconds, TOLERANT_FLAGS))
         if wanted is not None:
             model = prober.ask(lambda: collect_model(wanted))
     case = Case((own,), start_job(own, prober), launchers, trial, loss, model)

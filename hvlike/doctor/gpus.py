@@ -14,6 +14,7 @@ from hvlike.backends.cuda.nccl import NcclFacts, describe
 from hvlike.doctor.finding import Finding, Skipped, nccl_version, numbers, of_every_rank, plural
 from hvlike.doctor.probe import known
 from hvlike.doctor.software import CUPY, NCCL
+from hvlike.transport.host.mpi_library import mapped_files
 
 if TYPE_CHECKING:
     from hvlike.doctor.job import Case
@@ -75,15 +76,7 @@ class NcclState:
 
 def collect_nccl_state() -> NcclState:
     """Load CuPy where it is installed: call it in a child process. Starts no GPU."""
-    maps = Path("/proc/self/maps")
-    facts = describe()
-    return NcclState(facts, loaded_from(maps.read_text() if maps.exists() else ""))
-
-
-def loaded_from(maps: str) -> tuple[str, ...]:
-    """The files of libnccl in the text of /proc/self/maps."""
-    paths = (line.split(maxsplit=5)[-1] for line in maps.splitlines() if "/libnccl.so" in line)
-    return tuple(dict.fromkeys(paths))
+    return NcclState(describe(), tuple(mapped_files("/libnccl.so")))
 
 
 def check_gpu(case: Case, finding: Finding) -> None:

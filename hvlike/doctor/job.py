@@ -29,7 +29,8 @@ from hvlike.doctor.launching import LaunchEnvironment, Launchers, Trial, collect
 from hvlike.doctor.probe import Answers, Gap, Prober, known
 from hvlike.doctor.software import Software, collect_software
 from hvlike.transport.host.find_mpirun import MpiLibrary, ask_mpi_library
-from hvlike.transport.host.launch_probe import LaunchProbe, RankReport
+from hvlike.transport.host.mpi_library import load_mpi
+from hvlike.transport.host.topology import group_by_node
 
 SIZES = (4 << 10, 1 << 20, 16 << 20)  # Bytes
 _WARM, _REPEATS = 3, 7
@@ -38,6 +39,7 @@ _SLOWER_THAN_A_COPY = 40  # A reduction inside a node that takes so many times a
 _SLOW_NETWORK = 100e6  # Bytes a second: less than a gigabit network
 _SLOW_SMALL = 5e-3  # Seconds for a reduction of some KiB inside a node
 _TIMING_LIMITS = 3.0
+_THREAD_LEVELS = ("THREAD_SINGLE", "THREAD_FUNNELED", "THREAD_SERIALIZED", "THREAD_MULTIPLE")
 
 
 @dataclass(frozen=True)
@@ -173,6 +175,11 @@ class Gathered:
     wall_times: tuple[float, ...]  # Of all ranks at the same moment
 
 
+class RankReport(NamedTuple):
+    size: int
+    thread_level: str  # MPI's name of it, as THREAD_MULTIPLE
+
+
 @dataclass(frozen=True)
 class Job:
     """How far the job came. A Gap: there it ended. None: not reached."""
@@ -200,18 +207,25 @@ def _steps(own: RankFacts) -> Iterator[Any]:
     for name in SETTINGS["timeline"].spellings:
         # Do not overwrite a timeline of the user.
         os.environ.pop(name, None)
-    probe = LaunchProbe()
-    yield probe.place
-    nodes = probe.connect()
-    ranks = probe.gather(own) or []
-    wall_times = probe.gather(probe.wall_time()) or []
+    mpi = load_mpi()
+    names = {getattr(mpi, name): name for name in _THREAD_LEVELS}
+    yield RankReport(mpi.COMM_WORLD.Get_size(), names[mpi.Query_thread()])
+    # Here come the first messages between the ranks.
+    comm = mpi.COMM_WORLD.Dup()
+    node = comm.Split_type(mpi.COMM_TYPE_SHARED, key=comm.Get_rank())
+    nodes = group_by_node(comm.allgather(node.bcast(comm.Get_rank())))
+    node.Free()
+    ranks = comm.gather(own) or ()
+    comm.Barrier()
+    wall_times = comm.gather(time.time()) or ()
     yield Gathered(nodes, tuple(ranks), tuple(wall_times))
     hvlike.init()
     mine = machine.mapped_by_hvlike() if hvlike.local_size() > 1 else None
     yield tuple(hvlike.allgather_object(mine))
     yield measure_ways(ways(current().world.nodes), own_gpu())
     hvlike.shutdown()
-    probe.end()
+    comm.Free()
+    mpi.Finalize()
 
 
 @dataclass(frozen=True)

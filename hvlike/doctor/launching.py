@@ -16,8 +16,7 @@ from hvlike.doctor.probe import FAILED, Gap, known
 from hvlike.errors import LaunchError, UsageError
 from hvlike.transport.failure import fault_tolerance
 from hvlike.transport.host import find_mpirun
-from hvlike.transport.host.find_mpirun import OPEN_MPI, TOLERANT_FLAGS, MpiLibrary, Mpirun, family_of_library
-from hvlike.transport.host.launch_probe import COUNT_RANKS, LOSE_RANK
+from hvlike.transport.host.find_mpirun import OPEN_MPI, MpiLibrary, Mpirun, family_of_library
 from hvlike.transport.host.launchers import Launcher, detect_launcher
 
 if TYPE_CHECKING:
@@ -168,6 +167,37 @@ class Trial:
     lines: tuple[str, ...]  # Its first and last lines
 
 
+COUNT_RANKS = """
+import os
+from mpi4py import MPI
+print(f"ranks: {MPI.COMM_WORLD.Get_size()}", flush=True)
+if MPI.COMM_WORLD.Get_size() == 1:
+    with open("/proc/self/maps") as maps:
+        files = {line.split()[-1] for line in maps if "/dev/shm/sm_segment." in line}
+    for file in files:
+        os.unlink(file)
+"""
+"""A program of its own: every rank prints how many ranks MPI counts. One that is alone would leave Open MPI's segment
+behind, see mpi_library.unlink_start_up_segments."""
+
+LOSE_RANK = """
+import os, signal, time
+from mpi4py import MPI
+comm = MPI.COMM_WORLD
+comm.Set_errhandler(MPI.ERRORS_RETURN)
+comm.Barrier()
+if comm.Get_rank() == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+while not comm.Get_failed().Get_size():
+    comm.Iprobe()
+    time.sleep(0.01)
+print(f"ranks: {comm.Get_size() - comm.Get_failed().Get_size()}", flush=True)
+os._exit(0)
+"""
+"""A program of its own: rank 1 kills itself, the others print how many are left once MPI tells them, and end without
+MPI_Finalize, which may hang soon after a failure."""
+
+
 def collect_launchers(library: MpiLibrary | None, environment: Mapping[str, str]) -> Launchers:
     """Look along PATH, and beside the library if there is one. Local; starts each launcher with --version."""
 
@@ -190,13 +220,11 @@ def collect_launchers(library: MpiLibrary | None, environment: Mapping[str, str]
     return Launchers(tuple(found), tuple(unreadable), belonging, which("srun"))
 
 
-def try_two_ranks(mpirun: Mpirun, seconds: float) -> Trial:
-    """Start two ranks that print what MPI counts; stopped after so many seconds. Outside of jobs only; blocks."""
-    return try_ranks(mpirun, COUNT_RANKS, seconds)
-
-
 def try_ranks(mpirun: Mpirun, program: str, seconds: float, flags: Sequence[str] = ()) -> Trial:
-    """The same with another program that prints it, and with more flags of the launcher."""
+    """Start two ranks of COUNT_RANKS or LOSE_RANK; stopped after so many seconds. flags: more of the launcher's.
+
+    Outside of jobs only; blocks.
+    """
     command = mpirun.command(_RANKS, [sys.executable, "-c", program], flags)
     name = " ".join([*mpirun.command(_RANKS, ["python"], flags), "..."])
     status, printed, errors = run_command(command, os.environ, seconds, _DYING_SECONDS)
@@ -306,11 +334,6 @@ _ADD = "To go on without it, add to the command line: `mpirun --with-ft ulfm ...
 _RESTART = "python -m hvlike launch --restarts N -- COMMAND starts it again from a checkpoint (docs/restarts.md)"
 _FIRST = "5.0"  # The first Open MPI that has it
 _MESSAGES = "ob1"  # The only way of messages that knows of failures
-
-
-def try_loss(mpirun: Mpirun, seconds: float) -> Trial:
-    """Start two ranks, of which one kills itself; the other prints that one is left. Outside of jobs only; blocks."""
-    return try_ranks(mpirun, LOSE_RANK, seconds, TOLERANT_FLAGS)
 
 
 def check_losses(case: Case, finding: Finding) -> None:

@@ -5,13 +5,12 @@ from typing import Any
 
 from hvlike.backends.cuda.nccl import NcclFacts
 from hvlike.doctor.gpus import Gpus, NcclState
-from hvlike.doctor.job import Case, Gathered, Job, RankFacts, Row, Timing, Timings, Way
+from hvlike.doctor.job import Case, Gathered, Job, RankFacts, RankReport, Row, Timing, Timings, Way
 from hvlike.doctor.launching import LaunchEnvironment, Launchers, Trial
 from hvlike.doctor.machine import Files, Folder, Processor, SharedMemory
 from hvlike.doctor.software import Software
 from hvlike.transport.host import launchers
 from hvlike.transport.host.find_mpirun import OPEN_MPI, MpiLibrary, Mpirun
-from hvlike.transport.host.launch_probe import RankReport
 
 MIB = 1 << 20
 LIBRARY = MpiLibrary("/env/lib/libmpi.so.40", "Open MPI", "5.0.11", "Open MPI v5.0.11")
@@ -57,9 +56,9 @@ def rank(host: str = "alpha", **changes: Any) -> RankFacts:
     return replace(facts, **changes)
 
 
-def report(number: int = 0, size: int = 2, level: str = "THREAD_MULTIPLE") -> RankReport:
-    """Of a rank on alpha."""
-    return RankReport(number, size, "alpha", level, LIBRARY.text)
+def report(size: int = 2, level: str = "THREAD_MULTIPLE") -> RankReport:
+    """What MPI says."""
+    return RankReport(size, level)
 
 
 def rows(median: float = 1e-3, *, right: bool = True) -> tuple[Row, ...]:
@@ -71,7 +70,7 @@ def job(*ranks: RankFacts, nodes: tuple[tuple[int, ...], ...] = ((0, 1),)) -> Jo
     """One in which every step has worked."""
     size = len(ranks)
     return Job(
-        report=report(0, size),
+        report=report(size),
         gathered=Gathered(nodes, ranks, tuple(1.8e9 for _ in ranks)),
         running=tuple("memfd" for _ in ranks),
         timings=Timings((Timing(Way("shared", tuple(range(size))), rows()),), 4e-3),

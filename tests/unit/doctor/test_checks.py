@@ -72,7 +72,7 @@ def came(**changes: Any) -> Case:
 def singletons(**environment: str) -> Case:
     """A rank that its launcher counts among several and MPI does not."""
     own = rank(environment=seen(environment))
-    started = Job(report(0, 1), Gathered(((0,),), (own,), (1.8e9,)), Gap("failed: LaunchError"), None, None)
+    started = Job(report(1), Gathered(((0,),), (own,), (1.8e9,)), Gap("failed: LaunchError"), None, None)
     return case(own, nodes=((0,),), job=started)
 
 
@@ -167,7 +167,7 @@ WRONG: list[tuple[str, Case, Verdict, str]] = [
     ("launcher", singletons(**SRUN), Verdict.FAIL, "srun --mpi=pmix"),
     ("launcher", singletons(PMI_SIZE="2"), Verdict.FAIL, "mpirun that belongs"),
     ("launcher", singletons(TORCHELASTIC_RUN_ID="x", WORLD_SIZE="4"), Verdict.FAIL, "mpirun -n 4 python"),
-    ("launcher", came(report=report(0, 3)), Verdict.WARN, "several programs"),
+    ("launcher", came(report=report(3)), Verdict.WARN, "several programs"),
     ("launcher", came(report=LATE), Verdict.FAIL, "then two ranks on one host"),
     ("launcher", came(report=replace(LATE, status=14)), Verdict.FAIL, "MPI itself"),
     (

@@ -1,5 +1,6 @@
 """What is read from files, variables and models is what they say."""
 
+import mmap
 from pathlib import Path
 
 import pytest
@@ -156,10 +157,18 @@ def test_the_driver_says_its_version(tmp_path: Path) -> None:
     assert gpus.driver_version(path) == "550.54.15"
 
 
-def test_every_copy_of_nccl_is_seen_once() -> None:
-    line = "7f00-7f01 r-xp 00000000 fe:00 17                         "
-    maps = "\n".join([f"{line}/a/libnccl.so.2", f"{line}/a/libnccl.so.2", f"{line}/b c/libnccl.so.2.21", "7f00 rw-p"])
-    assert gpus.loaded_from(maps) == ("/a/libnccl.so.2", "/b c/libnccl.so.2.21")
+def test_every_copy_of_nccl_is_seen_once(tmp_path: Path) -> None:
+    first, second = tmp_path / "libnccl.so.2", tmp_path / "b c" / "libnccl.so.2.21"
+    second.parent.mkdir()
+    maps = []
+    for path in (first, second, first):
+        path.write_bytes(bytes(mmap.PAGESIZE))
+        with path.open("rb") as file:
+            maps.append(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+    seen = gpus.collect_nccl_state().loaded
+    for each in maps:
+        each.close()
+    assert [path for path in seen if path.startswith(str(tmp_path))] == [str(second), str(first)]
 
 
 def test_the_software_of_this_process_is_found() -> None:
@@ -173,7 +182,7 @@ def test_a_launcher_that_starts_two_jobs_is_seen_through(tmp_path: Path) -> None
     twice = tmp_path / "mpirun"
     twice.write_text("#!/bin/sh\necho ranks: 1\necho ranks: 1\necho some noise\n")
     twice.chmod(0o755)
-    trial = launching.try_two_ranks(Mpirun(str(twice), HYDRA, "1", ()), 60)
+    trial = launching.try_ranks(Mpirun(str(twice), HYDRA, "1", ()), launching.COUNT_RANKS, 60)
     assert (trial.status, trial.sizes) == (0, (1, 1))
     assert trial.lines == ("ranks: 1", "ranks: 1", "some noise")
 
@@ -182,7 +191,7 @@ def test_a_launcher_that_hangs_is_stopped(tmp_path: Path) -> None:
     slow = tmp_path / "mpirun"
     slow.write_text("#!/bin/sh\nexec sleep 3600\n")
     slow.chmod(0o755)
-    trial = launching.try_two_ranks(Mpirun(str(slow), UNKNOWN, "1", ()), 0.1)
+    trial = launching.try_ranks(Mpirun(str(slow), UNKNOWN, "1", ()), launching.COUNT_RANKS, 0.1)
     assert (trial.status, trial.sizes) == (None, ())
 
 
