@@ -15,12 +15,14 @@ from typing import Any
 import torch
 
 import hvlike
-from hvlike.bench.harness.benchmark import Benchmark, add_bare_and_device, add_common, choice_of, heading
+from hvlike.bench.harness.benchmark import add_bare_and_device, add_common, choice_of, heading
 from hvlike.bench.harness.comparison import Ratio, Summary, compare, ratios_of, with_samples
 from hvlike.bench.harness.report import Bars, Curves, format_size, parse_sizes, publish, ratio_cell, table, with_spread
 from hvlike.bench.peers import Peers, peers
 from hvlike.bench.reducers import BARE, DTYPES, EXCHANGE, MPI, OURS, RATIOS, SHARED, BareLoop, Case, contestants
 from hvlike.errors import UsageError
+
+PURPOSE = "hvlike.allreduce_ beside MPI, gloo, Horovod and floors of memory"
 
 DEFAULT_SIZES = "1KiB,64KiB,1MiB,4MiB,25MiB,100MiB,400MiB"
 _BYTES_PER_SIZE = 2 << 30
@@ -129,8 +131,3 @@ def measure(case: Case, there: Peers, options: argparse.Namespace, bare: BareLoo
     count = options.repetitions or default_repetitions(case.size)
     found = compare(there.raw, entered, count, warmups=_FIRST_TURNS, seed=options.seed, cold=not options.warm)
     return Result(case.dtype_name, case.size, found)
-
-
-BENCHMARK = Benchmark(
-    "allreduce", "hvlike.allreduce_ beside MPI, gloo, Horovod and floors of memory", add_arguments, run
-)

@@ -16,7 +16,7 @@ from torch.autograd.graph import get_gradient_edge
 from hvlike import autograd, rpc
 from hvlike.autograd.graph import clear
 from hvlike.autograd.local_graph import LocalGraph
-from hvlike.bench.harness.benchmark import Benchmark, add_common, choice_of, heading
+from hvlike.bench.harness.benchmark import add_common, choice_of, heading
 from hvlike.bench.harness.comparison import Ratio, Summary, ratios_of, take_turns, timed, with_samples
 from hvlike.bench.harness.report import (
     NO_BAR,
@@ -30,6 +30,8 @@ from hvlike.bench.harness.report import (
 )
 from hvlike.bench.rpc_session import Session, TensorPipePair, run_session
 from hvlike.bench.rpc_work import Step, steps_alone
+
+PURPOSE = "a model-parallel step beside torch.distributed.autograd"
 
 _ELEMENTS = 4
 _TIMES = 7
@@ -186,6 +188,3 @@ def measure(options: argparse.Namespace, pair: TensorPipePair | str) -> list[Res
         measured = take_turns(order, turns, (options.repetitions or _ROUNDS) + 1)
         results.append(Result(step, {name: [*map(statistics.median, each[1:])] for name, each in measured.items()}))
     return results
-
-
-BENCHMARK = Benchmark("autograd", "a model-parallel step beside torch.distributed.autograd", add_arguments, run)

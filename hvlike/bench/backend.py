@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import hvlike
 from hvlike.bench import step
-from hvlike.bench.harness.benchmark import Benchmark, add_common, choice_of, heading
+from hvlike.bench.harness.benchmark import add_common, choice_of, heading
 from hvlike.bench.harness.comparison import Contestant, Ratio, Summary, compare, with_samples
 from hvlike.bench.harness.report import Bars, format_size, parse_sizes, publish, ratio_cell, table, with_spread
 from hvlike.bench.peers import Peers, peers
@@ -21,6 +21,8 @@ from hvlike.bench.reducers import GLOO, OURS
 from hvlike.bench.trainers import ALONE, WORKLOADS, ExchangeTrainer, Trainer, Workload
 from hvlike.errors import HvlikeError, UsageError
 from hvlike.torch_distributed.autoload import BACKEND_NAME, register
+
+PURPOSE = "torch.distributed over hvlike beside gloo: its calls, steps of DDP and FSDP2"
 
 DEFAULT_SIZES, DEFAULT_DDP, DEFAULT_FSDP = "1KiB,64KiB,1MiB,4MiB,25MiB", "mlp,small,resnet", "transformer"
 _BYTES_PER_SIZE = 512 << 20
@@ -235,8 +237,3 @@ def _steps(
     if make is _ddp:
         trainers.append(SilentTrainer(workload, seed, rank, groups[GLOO]))
     return step.train(replace(workload, name=f"{kind} {workload.name}"), trainers, there, options)
-
-
-BENCHMARK = Benchmark(
-    "backend", "torch.distributed over hvlike beside gloo: its calls, steps of DDP and FSDP2", add_arguments, run
-)

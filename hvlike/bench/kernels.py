@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -15,36 +14,28 @@ import torch
 import hvlike
 from hvlike.backends.arithmetic.arithmetic import THREADS, Arithmetic
 from hvlike.backends.arithmetic.reduce_op import ReduceOp
-from hvlike.bench.harness.benchmark import Benchmark, add_common, choice_of, describe, heading, positives
-from hvlike.bench.harness.comparison import Contestant, Ratio, Summary, compare, ratios_of, with_samples
+from hvlike.bench import allreduce
+from hvlike.bench.harness.benchmark import add_common, choice_of, describe, heading, positives
+from hvlike.bench.harness.comparison import Contestant, Ratio, Summary, compare, ratios_of
 from hvlike.bench.harness.raw_mpi import RawMpi
 from hvlike.bench.harness.report import Curves, format_size, parse_sizes, publish, ratio_cell, table, with_spread
 from hvlike.bench.reducers import DTYPES
 from hvlike.errors import HvlikeError
 from hvlike.transport.memory.dtypes import dtype_name, raw_view
 
+PURPOSE = "additions on the host with one thread and more"
+
 OURS, TORCH, NUMPY = "hvlike", "torch.add", "np.add"
 _REPETITIONS = 40
 _WARM_UPS = 3
 
 
-@dataclass(frozen=True)
-class Result:
-    """One dtype and size: for each contestant the seconds of each repetition, of the slowest rank."""
-
-    dtype: str
-    size: int
-    seconds: dict[str, list[float]]
-
+class Result(allreduce.Result):
     @property
     def ratios(self) -> dict[str, Ratio]:
         """Of hvlike with more threads to hvlike with the fewest."""
         first, *more = (name for name in self.seconds if name.startswith(OURS))
         return ratios_of(self.seconds, {f"{name} / {first}": (name, first) for name in more})
-
-    def as_json(self) -> dict[str, Any]:
-        ratios = {name: asdict(each) for name, each in self.ratios.items()}
-        return {"dtype": self.dtype, "bytes": self.size, "seconds": with_samples(self.seconds), "ratios": ratios}
 
 
 def as_text(conditions: dict[str, Any], results: Sequence[Result]) -> str:
@@ -130,6 +121,3 @@ def run(options: argparse.Namespace) -> int:
     raw.free()
     hvlike.shutdown()
     return 0
-
-
-BENCHMARK = Benchmark("kernels", "additions on the host with one thread and more", add_arguments, run)

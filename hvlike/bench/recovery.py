@@ -32,12 +32,14 @@ import torch
 from torch import nn
 
 import hvlike
-from hvlike.bench.harness.benchmark import Benchmark, add_common, positive
+from hvlike.bench.harness.benchmark import add_common, positive
 from hvlike.bench.harness.comparison import Summary
 from hvlike.bench.harness.processes import Helpers, module_command, outside_of_jobs, refuse_inside_a_job
 from hvlike.bench.harness.report import Bars, format_seconds, format_size, parse_sizes, publish, table
 from hvlike.errors import HorovodInternalError, UsageError
 from hvlike.transport.host.find_mpirun import TOLERANT_FLAGS, Mpirun, ask_mpi_library, find_mpirun, is_fault_tolerant
+
+PURPOSE = "from the kill of a rank to the first step after it"
 
 STEP, COMMIT, NOTICED, REBUILT, RESUMED = "step", "commit", "noticed", "rebuilt", "resumed"
 COMMIT_EVERY = 5  # Steps
@@ -265,6 +267,7 @@ def _several(text: str) -> int:
     return ranks
 
 
+@outside_of_jobs
 def run(options: argparse.Namespace) -> None:
     refuse_inside_a_job(os.environ, "recovery")
     library = ask_mpi_library(os.environ)
@@ -294,10 +297,6 @@ def run(options: argparse.Namespace) -> None:
     title = f"recovery of a job of {options.ranks} ranks from the loss of one"
     publish(options, document, as_text(conditions, results), title, panels(results))
 
-
-BENCHMARK = Benchmark(
-    "recovery", "from the kill of a rank to the first step after it", add_arguments, outside_of_jobs(run)
-)
 
 if __name__ == "__main__":
     place, size = sys.argv[1:]

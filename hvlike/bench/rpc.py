@@ -11,12 +11,14 @@ from functools import partial
 from typing import Any
 
 from hvlike import rpc
-from hvlike.bench.harness.benchmark import Benchmark, add_common, heading
+from hvlike.bench.harness.benchmark import add_common, heading
 from hvlike.bench.harness.comparison import Ratio, Summary, ratios_of, take_turns
 from hvlike.bench.harness.raw_mpi import RawMpi
 from hvlike.bench.harness.report import Bars, parse_sizes, publish, ratio_bars, ratio_cell, table, with_spread
 from hvlike.bench.rpc_session import Session, round_trips, run_session
 from hvlike.bench.rpc_work import Idle, Rate, Trip, Work
+
+PURPOSE = "calls by hvlike.rpc beside torch.distributed.rpc and plain MPI"
 
 EMPTY_BYTES = 64  # Bytes of a message in place of an empty call
 OURS, TENSORPIPE, MPI = "hvlike", "TensorPipe", "MPI"
@@ -157,6 +159,3 @@ def measure(options: argparse.Namespace, session: Session) -> list[Result]:
 def measure_mpi(raw: RawMpi, work: Trip) -> list[float]:
     """Seconds of each round trip by plain MPI, without those that do not count."""
     return round_trips(raw, work.size or EMPTY_BYTES, work.warm_ups + work.trips)[work.warm_ups :]
-
-
-BENCHMARK = Benchmark("rpc", "calls by hvlike.rpc beside torch.distributed.rpc and plain MPI", add_arguments, run)

@@ -14,8 +14,7 @@ import sys
 import tempfile
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -87,18 +86,10 @@ class TensorPipePair:
         self._folder.cleanup()
 
 
-@contextmanager
-def tensorpipe(cores: Sequence[Sequence[int]], without: str | None) -> Iterator[TensorPipePair | str]:
+def start_tensorpipe(cores: Sequence[Sequence[int]], without: str | None) -> TensorPipePair | str:
     """Start TensorPipe's processes on rank 0, or say why they take no part. without: the user's reason for that."""
-    pair = _start(cores) if without is None else without
-    try:
-        yield pair
-    finally:
-        if isinstance(pair, TensorPipePair):
-            pair.close()
-
-
-def _start(cores: Sequence[Sequence[int]]) -> TensorPipePair | str:
+    if without is not None:
+        return without
     if hvlike.local_size() != hvlike.size():
         return "the ranks are on several nodes, its processes here are on one"
     if not torch.distributed.rpc.is_available():
@@ -130,8 +121,12 @@ def run_session(benchmark: str, without: str | None, measure: Callable[[Session]
     raw = RawMpi()
     _raw.append(raw)
     if hvlike.rank() == 0:
-        with tensorpipe(cores, without) as pair:
+        pair = start_tensorpipe(cores, without)
+        try:
             measure(Session(conditions, raw, pair))
+        finally:
+            if isinstance(pair, TensorPipePair):
+                pair.close()
         rpc.rpc_sync(CALLEE, _end)
     else:
         _rank_0_is_done.wait()

@@ -21,12 +21,14 @@ import torch
 from torch import nn
 
 import hvlike
-from hvlike.bench.harness.benchmark import Benchmark, add_outputs, positive, positives
+from hvlike.bench.harness.benchmark import add_outputs, positive, positives
 from hvlike.bench.harness.comparison import Summary, timed
 from hvlike.bench.harness.processes import find_launcher, outside_of_jobs, refuse_inside_a_job, run_job
 from hvlike.bench.harness.report import Curves, format_seconds, format_size, publish, table
 from hvlike.collectives.session.context import current
 from hvlike.transport.messages.traffic import Sent
+
+PURPOSE = "what a step sends at 1 to 32 ranks; without mpirun"
 
 _WAY = ["ranks", "nodes", "agreement"]
 _COUNTS = ["control", "most", "control bytes", "data msgs", "data bytes", "MPI calls", "their bytes", "step"]
@@ -153,6 +155,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_outputs(parser)
 
 
+@outside_of_jobs
 def run(options: argparse.Namespace) -> None:
     refuse_inside_a_job(os.environ, "scaling")
     mpirun = find_launcher()
@@ -175,11 +178,6 @@ def run(options: argparse.Namespace) -> None:
     }
     document = {**conditions, "results": [asdict(each) for each in results]}
     publish(options, document, as_text(conditions, results), "what a training step sends", panels(results))
-
-
-BENCHMARK = Benchmark(
-    "scaling", "what a step sends at 1 to 32 ranks; without mpirun", add_arguments, outside_of_jobs(run)
-)
 
 
 def main(arguments: list[str]) -> int:

@@ -14,11 +14,13 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from hvlike.bench.harness.benchmark import Benchmark, add_outputs, positive, positives
+from hvlike.bench.harness.benchmark import add_outputs, positive, positives
 from hvlike.bench.harness.processes import find_launcher, outside_of_jobs, refuse_inside_a_job, run_job
 from hvlike.bench.harness.report import Curves, format_seconds, format_size, parse_size, publish, table
 from hvlike.bench.loggp import AGREEMENTS, REDUCTIONS, Constants, Job, Workload, step
 from hvlike.errors import UsageError
+
+PURPOSE = "a step on 1 to 100000 ranks, by a model"
 
 REDUCTION = "hierarchical"  # The one that hvlike does. The steps are computed with it.
 DEFAULT_RANKS = "1,2,8,32,128,512,2048,8192,32768,100000"
@@ -127,6 +129,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_outputs(parser)
 
 
+@outside_of_jobs
 def run(options: argparse.Namespace) -> None:
     measured = _constants(options)
     constants = override(measured, options.latency, options.bandwidth)
@@ -168,6 +171,3 @@ def _constants(options: argparse.Namespace) -> Constants:
         return read_constants(options.constants)
     refuse_inside_a_job(os.environ, "simulate")
     return Constants(**run_job(find_launcher(), 2, "hvlike.bench.loggp", [], {}, options.timeout))
-
-
-BENCHMARK = Benchmark("simulate", "a step on 1 to 100000 ranks, by a model", add_arguments, outside_of_jobs(run))

@@ -11,13 +11,15 @@ from functools import partial
 from typing import Any
 
 import hvlike
-from hvlike.bench.harness.benchmark import Benchmark, add_bare_and_device, add_common, choice_of, heading
+from hvlike.bench.harness.benchmark import add_bare_and_device, add_common, choice_of, heading
 from hvlike.bench.harness.comparison import Contestant, Summary, compare, with_samples
 from hvlike.bench.harness.raw_mpi import RawMpi
 from hvlike.bench.harness.report import NO_BAR, Bars, format_size, publish, table, with_spread
 from hvlike.bench.peers import Peers, peers
 from hvlike.bench.reducers import EXCHANGE, BareLoop
 from hvlike.bench.trainers import ALONE, DEFAULT, OURS, WORKLOADS, Trainer, Workload, contestants, expected_gradients
+
+PURPOSE = "a training step beside torch's DDP, Horovod and no communication"
 
 _RESAMPLES = 2000
 _TAIL = 0.05
@@ -208,6 +210,3 @@ def _effort(trainers: Sequence[Trainer], raw: RawMpi) -> tuple[int, int]:
     floor, total = raw.maximum([taken[0], sum(taken)])
     steps = max(1, round(_TURN_SECONDS / floor))
     return steps, max(_FEWEST, min(_MOST, int(_MODEL_SECONDS / (total * (steps + 1)))))
-
-
-BENCHMARK = Benchmark("step", "a training step beside torch's DDP, Horovod and no communication", add_arguments, run)

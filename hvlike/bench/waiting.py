@@ -23,11 +23,13 @@ import torch
 from torch import nn
 
 import hvlike
-from hvlike.bench.harness.benchmark import Benchmark, add_common, describe, heading, runs_on_two_ranks
+from hvlike.bench.harness.benchmark import add_common, describe, heading, runs_on_two_ranks
 from hvlike.bench.harness.comparison import Summary, with_samples
 from hvlike.bench.harness.report import Bars, format_seconds, publish, table, with_quartiles
 from hvlike.collectives.requests.request import Request, spec_of_tensors
 from hvlike.collectives.session.context import current
+
+PURPOSE = "how waiting slows a computing rank, and how soon it wakes"
 
 Work = Callable[[], object]
 NOTHING, AGAIN = "nothing", "nothing, again"
@@ -290,6 +292,3 @@ def _times(samples: list[float]) -> tuple[str, str, str]:
     summary = Summary.of(samples)
     quartiles = f"{format_seconds(summary.first_quartile)}, {format_seconds(summary.third_quartile)}"
     return format_seconds(summary.median), quartiles, format_seconds(max(samples))
-
-
-BENCHMARK = Benchmark("waiting", "how waiting slows a computing rank, and how soon it wakes", add_arguments, run)

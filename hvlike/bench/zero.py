@@ -11,13 +11,15 @@ from torch import Tensor
 from torch.optim import Adam
 
 import hvlike
-from hvlike.bench.harness.benchmark import Benchmark, add_common, heading, positive
+from hvlike.bench.harness.benchmark import add_common, heading, positive
 from hvlike.bench.harness.comparison import Contestant, Ratio, Summary, compare, with_samples
 from hvlike.bench.harness.report import Bars, format_size, publish, table, with_quartiles, with_spread
 from hvlike.bench.peers import Peers, peers
 from hvlike.bench.trainers import Shape, Trainer, Workload, bert, shaped
 from hvlike.nn import DistributedDataParallel
 from hvlike.optim import ZeroRedundancyOptimizer
+
+PURPOSE = "Adam with its state spread over the ranks beside all of it on each"
 
 ADAM, ZERO, VIEW, ALONE = "DDP + Adam", "DDP + ZeRO", "DDP + ZeRO, views", "ZeRO alone"
 TORCH_ADAM, TORCH_ZERO = "torch DDP + Adam", "torch DDP + ZeRO"
@@ -165,6 +167,3 @@ def _make(name: str, workload: Workload, seed: int) -> ZeroTrainer:
             parameters, Adam, reduce_gradients=alone, parameters_as_bucket_view=view, lr=rate
         )
     return trainer
-
-
-BENCHMARK = Benchmark("zero", "Adam with its state spread over the ranks beside all of it on each", add_arguments, run)

@@ -1,4 +1,4 @@
-"""What every benchmark shares: its entry in the command line, common options, the conditions of a run.
+"""What benchmarks share: options, and the conditions of a run.
 
 Figures without their conditions say nothing, so each report starts with them.
 """
@@ -10,7 +10,7 @@ import os
 import platform
 import sys
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -19,15 +19,6 @@ from hvlike.bench.harness.raw_mpi import mpi_name
 from hvlike.observe.pictures import png
 
 Known = TypeVar("Known")
-
-
-class Benchmark(NamedTuple):
-    """One benchmark: its name, one line of purpose, its options, and how it runs (on every rank; exit status)."""
-
-    name: str
-    purpose: str
-    add_arguments: Callable[[argparse.ArgumentParser], None]
-    run: Callable[[argparse.Namespace], int]
 
 
 def add_common(parser: argparse.ArgumentParser, repetitions: str, *without: str) -> None:

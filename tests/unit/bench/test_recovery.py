@@ -4,7 +4,7 @@ import argparse
 
 import pytest
 
-from hvlike.bench.recovery import BENCHMARK, PHASES, Recovery, Result, as_text, panels, read
+from hvlike.bench.recovery import PHASES, Recovery, Result, add_arguments, as_text, panels, read
 
 BEFORE = [("resumed", 1.0), ("step", 2.0), ("step", 2.5), ("commit", 2.75)]
 SURVIVOR = [*BEFORE, ("step", 9.9), ("noticed", 10.1), ("rebuilt", 10.2), ("resumed", 10.5), ("step", 10.6)]
@@ -43,6 +43,6 @@ def test_table_and_picture_have_every_way_and_phase() -> None:
 
 def test_one_rank_is_refused() -> None:
     parser = argparse.ArgumentParser(exit_on_error=False)
-    BENCHMARK.add_arguments(parser)
+    add_arguments(parser)
     with pytest.raises(argparse.ArgumentError, match="nobody is left"):
         parser.parse_args(["--ranks", "1"])

@@ -9,13 +9,13 @@ import pytest
 from support.bench.loggp_constants import CONSTANTS, WORK
 
 from hvlike.bench.loggp import Job
-from hvlike.bench.simulate import BENCHMARK, above_zero, override, panels, read_constants, simulate
+from hvlike.bench.simulate import above_zero, add_arguments, override, panels, read_constants, run, simulate
 from hvlike.errors import UsageError
 
 
 def options(*arguments: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
-    BENCHMARK.add_arguments(parser)
+    add_arguments(parser)
     return parser.parse_args(arguments)
 
 
@@ -52,17 +52,17 @@ def test_other_numbers_are_refused(text: str) -> None:
 
 
 def test_the_table_says_that_no_network_was_measured(constants: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert BENCHMARK.run(options("--constants", str(constants), "--ranks", "1,16")) == 0
+    assert run(options("--constants", str(constants), "--ranks", "1,16")) == 0
     alone = capsys.readouterr().out
     assert "NO NETWORK was measured" in alone
-    assert BENCHMARK.run(options("--constants", str(constants), "--ranks", "16", "--latency", "3")) == 0
+    assert run(options("--constants", str(constants), "--ranks", "16", "--latency", "3")) == 0
     given = capsys.readouterr().out
     assert "NO NETWORK" not in given
     assert "L 3 us" in given
 
 
 def test_json_has_the_parts_of_every_step(constants: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert BENCHMARK.run(options("--constants", str(constants), "--ranks", "1,100000", "--json")) == 0
+    assert run(options("--constants", str(constants), "--ranks", "1,100000", "--json")) == 0
     found = json.loads(capsys.readouterr().out)
     first, last = found["results"]
     assert first["efficiency"] == {"planned": 1.0, "negotiated": 1.0}
@@ -72,7 +72,7 @@ def test_json_has_the_parts_of_every_step(constants: Path, capsys: pytest.Captur
 
 
 def test_a_file_that_is_none_ends_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert BENCHMARK.run(options("--constants", str(tmp_path / "none.json"))) == 2
+    assert run(options("--constants", str(tmp_path / "none.json"))) == 2
     assert "--constants" in capsys.readouterr().err
 
 
