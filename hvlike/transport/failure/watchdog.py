@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
 from hvlike.observe.log import main_stack
@@ -90,12 +90,23 @@ logger = logging.getLogger("hvlike")
 
 
 @contextmanager
-def init_watchdog(patience: float, limit: float, give_up: Callable[[str, str], None]) -> Iterator[None]:
-    """Warn every `patience` seconds of the body, a part of init(); `give_up(text, summary)` after `limit`, if not 0."""
+def _beside(watch: Callable[[threading.Event], None], name: str) -> Iterator[None]:
+    """Run `watch` in a thread of that name; it ends when the event is set that it gets, at the end of the body."""
     done = threading.Event()
+    thread = threading.Thread(target=watch, args=[done], name=name, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
+def init_watchdog(patience: float, limit: float, give_up: Callable[[str, str], None]) -> AbstractContextManager[None]:
+    """Warn every `patience` seconds of the body, a part of init(); `give_up(text, summary)` after `limit`, if not 0."""
     started = time.monotonic()
 
-    def watch() -> None:
+    def watch(done: threading.Event) -> None:
         due = patience
         while not done.wait(max(0.0, started + (min(due, limit) if limit else due) - time.monotonic())):
             waited = time.monotonic() - started
@@ -110,13 +121,7 @@ def init_watchdog(patience: float, limit: float, give_up: Callable[[str, str], N
             logger.warning("%s", text)
             due += patience
 
-    thread = threading.Thread(target=watch, name="hvlike-init", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        done.set()
-        thread.join()
+    return _beside(watch, "hvlike-init")
 
 
 def _me() -> str:
@@ -130,15 +135,13 @@ _LAUNCHERS = ("prted", "prterun", "prte", "mpirun", "mpiexec")
 _SCAN_SECONDS, _LONGEST_SCAN_SECONDS = 0.5, 4.0  # All ranks of a node look through all of its processes
 
 
-@contextmanager
-def start_watchdog(environ: Mapping[str, str]) -> Iterator[None]:
+def start_watchdog(environ: Mapping[str, str]) -> AbstractContextManager[None]:
     """End the job when a process of this node is gone during the body, MPI_Init, which would wait for it for ever:
     under fault tolerance the launcher does not end a job for that. Does nothing where the processes cannot be seen.
     """
-    done = threading.Event()
     launcher = _find_daemon(environ)
 
-    def watch() -> None:
+    def watch(done: threading.Event) -> None:
         incomplete, pause = False, _SCAN_SECONDS
         while not done.wait(pause):
             pause = min(2 * pause, _LONGEST_SCAN_SECONDS)
@@ -148,15 +151,7 @@ def start_watchdog(environ: Mapping[str, str]) -> Iterator[None]:
             if incomplete and before and not done.is_set():
                 _end_job_before_mpi(environ, living)
 
-    thread = threading.Thread(target=watch, name="hvlike-start", daemon=True)
-    if launcher:
-        thread.start()
-    try:
-        yield
-    finally:
-        done.set()
-        if launcher:
-            thread.join()
+    return _beside(watch, "hvlike-start") if launcher else nullcontext()
 
 
 def _find_daemon(environ: Mapping[str, str]) -> int:
