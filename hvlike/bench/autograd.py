@@ -28,8 +28,7 @@ from hvlike.bench.harness.report import (
     table,
     with_spread,
 )
-from hvlike.bench.rpc_session import Session, TensorPipePair, run_session
-from hvlike.bench.rpc_work import Step, steps_alone
+from hvlike.bench.rpc_session import Session, Step, TensorPipePair, run_session, steps_alone
 
 PURPOSE = "a model-parallel step beside torch.distributed.autograd"
 

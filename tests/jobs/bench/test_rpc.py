@@ -10,8 +10,7 @@ import pytest
 from support.job import MODULE, run_job
 from torch.distributed import rpc as torch_rpc
 
-from hvlike.bench.rpc_session import TensorPipePair
-from hvlike.bench.rpc_work import Trip
+from hvlike.bench.rpc_session import TensorPipePair, Trip
 
 needs_tensorpipe = pytest.mark.skipif(not torch_rpc.is_available(), reason="this torch was built without TensorPipe")
 

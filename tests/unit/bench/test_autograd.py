@@ -21,7 +21,7 @@ from hvlike.bench.autograd import (
     as_text,
     panels,
 )
-from hvlike.bench.rpc_work import Step, half, steps_alone
+from hvlike.bench.rpc_session import Step, half, steps_alone
 from hvlike.errors import HvlikeError
 
 STEP = Step(4, 3, 1)

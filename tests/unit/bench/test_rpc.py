@@ -7,8 +7,7 @@ import pytest
 from support.bench.some_conditions import CONDITIONS
 
 from hvlike.bench.rpc import MPI, OURS, TENSORPIPE, Result, as_text, panels
-from hvlike.bench.rpc_session import start_tensorpipe
-from hvlike.bench.rpc_work import Idle, Rate, Trip
+from hvlike.bench.rpc_session import Idle, Rate, Trip, start_tensorpipe
 from hvlike.errors import HvlikeError
 
 RESULTS = [
