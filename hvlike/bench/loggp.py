@@ -4,19 +4,17 @@ Across nodes it is the model with which reductions choose their way (backends/ne
 inside a node has constants of its own; a coordinator does some work for every message it gets; the ranks of a node
 share its link. Everything is counted in seconds and bytes, and nothing is assumed to overlap.
 
-bench simulate runs this file on two ranks (`python -m hvlike.bench.loggp`) to measure the constants.
+bench simulate calls `measure` on two ranks for the constants.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import pickle
 import statistics
-import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -137,8 +135,8 @@ def step(c: Constants, job: Job, work: Workload, agreement: str, reduction: str)
     return work.compute + AGREEMENTS[agreement](c, job, work) + REDUCTIONS[reduction](c, job, work.nbytes)
 
 
-def main() -> int:
-    """Measure on ranks 0 and 1, print one JSON object on rank 0. Collective; two ranks. Returns the exit status."""
+def measure() -> Constants:
+    """Measure on ranks 0 and 1. Collective; two ranks. The return value of rank 0 counts."""
     torch.set_num_threads(1)
     hvlike.init()
     messages = RawMpi()
@@ -146,11 +144,8 @@ def main() -> int:
     memory = measure_memory(messages)
     coordinator = measure_coordinator()
     messages.free()
-    if hvlike.rank() == 0:
-        constants = Constants(**network, **memory, **coordinator)
-        print(json.dumps(asdict(constants)))
     hvlike.shutdown()
-    return 0
+    return Constants(**network, **memory, **coordinator)
 
 
 def measure_messages(messages: RawMpi) -> dict[str, float]:
@@ -272,7 +267,3 @@ def _tell(response: ResponseList) -> float:
         fabric.loop.wait(lambda: len(received) == _MEMBERS, _LIMIT_SECONDS)
     hvlike.barrier()
     return seconds[0] if seconds else 0.0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,14 +1,12 @@
 """bench scaling: what a training step sends at 1, 2, 4, ... ranks, planned and negotiated.
 
-It starts a job for each number of ranks, whose ranks run this file (`python -m hvlike.bench.scaling`). Messages and
-bytes are counted where they leave, so they are exact on any machine; times are of this machine, which may have fewer
-cores than ranks.
+It starts a job for each number of ranks. Messages and bytes are counted where they leave, so they are exact on any
+machine; times are of this machine, which may have fewer cores than ranks.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import os
 import sys
@@ -63,11 +61,6 @@ class Result:
     ranks: int
     nodes: int
     ways: dict[str, Agreement]
-
-    @classmethod
-    def of(cls, answer: dict[str, Any]) -> Result:
-        ways = {name: Agreement(**way) for name, way in answer["ways"].items()}
-        return cls(answer["ranks"], answer["nodes"], ways)
 
 
 def summarise(counts: Sequence[RankCounts], steps: int) -> Agreement:
@@ -158,15 +151,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 @outside_of_jobs
 def run(options: argparse.Namespace) -> None:
     refuse_inside_a_job(os.environ, "scaling")
-    mpirun = find_launcher()
-    arguments = [f"--{name}={getattr(options, name)}" for name in ("steps", "layers", "width")]
+    launcher = find_launcher().path
+    arguments = (options.steps, options.layers, options.width)
     settings = {"HVLIKE_RANKS_PER_NODE": str(options.ranks_per_node)} if options.ranks_per_node else {}
     results = []
     for ranks in options.ranks:
         if not options.json:
             print(f"a job of {ranks} ranks ...", file=sys.stderr, flush=True)
-        answer = run_job(mpirun, ranks, "hvlike.bench.scaling", arguments, settings, options.timeout)
-        results.append(Result.of(answer))
+        results.append(run_job(measure_ways, arguments, ranks, settings, options.timeout))
     conditions = {
         "benchmark": "scaling",
         "tensors": 2 * options.layers,
@@ -174,25 +166,20 @@ def run(options: argparse.Namespace) -> None:
         "steps": options.steps,
         "cores": len(os.sched_getaffinity(0)),
         "ranks_per_node": options.ranks_per_node,
-        "launcher": mpirun.path,
+        "launcher": launcher,
     }
     document = {**conditions, "results": [asdict(each) for each in results]}
     publish(options, document, as_text(conditions, results), "what a training step sends", panels(results))
 
 
-def main(arguments: list[str]) -> int:
-    """Measure both ways and print them on rank 0. Collective. Returns the exit status."""
-    parser = argparse.ArgumentParser()
-    for name in ("--steps", "--layers", "--width"):
-        parser.add_argument(name, type=int, required=True)
-    options = parser.parse_args(arguments)
+def measure_ways(steps: int, layers: int, width: int) -> Result:
+    """Measure both ways, on every rank of a job. Collective."""
     torch.set_num_threads(1)
     hvlike.init()
-    ways = {way: measure(make_step(way, options.layers, options.width), options.steps) for way in (PLANNED, NEGOTIATED)}
-    if hvlike.rank() == 0:
-        print(json.dumps(asdict(Result(hvlike.size(), len(current().world.nodes), ways))))
+    ways = {way: measure(make_step(way, layers, width), steps) for way in (PLANNED, NEGOTIATED)}
+    result = Result(hvlike.size(), len(current().world.nodes), ways)
     hvlike.shutdown()
-    return 0
+    return result
 
 
 def make_step(way: str, layers: int, width: int) -> Callable[[], None]:
@@ -227,7 +214,3 @@ def measure(step: Callable[[], None], steps: int) -> Agreement:
     mine = RankCounts(traffic.snapshot() - before, seconds)
     counts: list[RankCounts] = hvlike.allgather_object(mine, name="bench scaling")
     return summarise(counts, steps)
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

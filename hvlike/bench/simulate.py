@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from hvlike.bench.harness.benchmark import add_outputs, positive, positives
-from hvlike.bench.harness.processes import find_launcher, outside_of_jobs, refuse_inside_a_job, run_job
+from hvlike.bench.harness.processes import outside_of_jobs, refuse_inside_a_job, run_job
 from hvlike.bench.harness.report import Curves, format_seconds, format_size, parse_size, publish, table
-from hvlike.bench.loggp import AGREEMENTS, REDUCTIONS, Constants, Job, Workload, step
+from hvlike.bench.loggp import AGREEMENTS, REDUCTIONS, Constants, Job, Workload, measure, step
 from hvlike.errors import UsageError
 
 PURPOSE = "a step on 1 to 100000 ranks, by a model"
@@ -170,4 +170,4 @@ def _constants(options: argparse.Namespace) -> Constants:
     if options.constants is not None:
         return read_constants(options.constants)
     refuse_inside_a_job(os.environ, "simulate")
-    return Constants(**run_job(find_launcher(), 2, "hvlike.bench.loggp", [], {}, options.timeout))
+    return run_job(measure, (), 2, {}, options.timeout)

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
+import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from hvlike import config
-from hvlike.bench.harness.processes import run_command
 from hvlike.doctor.finding import Finding, Skipped, numbers, plural, quoted
 from hvlike.doctor.probe import FAILED, Gap, known
 from hvlike.errors import LaunchError, UsageError
+from hvlike.launch.run import stop
 from hvlike.transport.failure import fault_tolerance
 from hvlike.transport.host import find_mpirun
 from hvlike.transport.host.find_mpirun import OPEN_MPI, MpiLibrary, Mpirun, family_of_library
@@ -227,8 +231,20 @@ def try_ranks(mpirun: Mpirun, program: str, seconds: float, flags: Sequence[str]
     """
     command = mpirun.command(_RANKS, [sys.executable, "-c", program], flags)
     name = " ".join([*mpirun.command(_RANKS, ["python"], flags), "..."])
-    status, printed, errors = run_command(command, os.environ, seconds, _DYING_SECONDS)
-    lines = [line for line in [*errors, *printed] if line.strip(" -=*")]
+    # Files, not pipes: a rank that outlives its launcher would keep a pipe open and block the reader.
+    with tempfile.TemporaryFile("w+") as printed, tempfile.TemporaryFile("w+") as errors:
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=printed, stderr=errors, start_new_session=True
+        )
+        status = None
+        try:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                status = process.wait(seconds)
+        finally:
+            stop(process, partial(os.killpg, process.pid), _DYING_SECONDS)
+        for file in (errors, printed):
+            file.seek(0)
+        lines = [line for line in (*errors.read().splitlines(), *printed.read().splitlines()) if line.strip(" -=*")]
     sizes = [int(line.split()[1]) for line in lines if line.startswith("ranks: ") and line.split()[1].isdigit()]
     # The first ones often say why, the last ones how it ended.
     shown = lines if len(lines) <= 2 * _SHOWN else [*lines[:_SHOWN], "...", *lines[-_SHOWN:]]

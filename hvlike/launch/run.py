@@ -109,7 +109,10 @@ def run(
         try:
             status, errors = run_to_its_end(command, without_launcher(os.environ) | added, timeout)
         except subprocess.TimeoutExpired:
-            raise LaunchError(f"run: the job of {ranks} ranks had not ended after {timeout} s. It was ended.") from None
+            raise LaunchError(
+                f"run: the job of {ranks} ranks has not ended within {timeout} s and was ended. Allow more time with "
+                "timeout, or start fewer ranks if they are too many for this machine."
+            ) from None
         return _results(Path(place), ranks, command, status, errors)
 
 

@@ -1,10 +1,9 @@
-"""Processes that a benchmark starts: jobs that print one JSON answer, and helpers that answer requests."""
+"""Processes that a benchmark starts: jobs that return one answer, and helpers that answer requests."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
 import socket
 import subprocess
@@ -12,24 +11,23 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from hvlike.errors import LaunchError, UsageError
-from hvlike.launch.run import stop
+from hvlike.launch.run import run, stop
 from hvlike.transport.host.find_mpirun import Mpirun, ask_mpi_library, find_mpirun
 from hvlike.transport.host.launchers import detect_launcher
+
+T = TypeVar("T")
 
 ANSWER_SECONDS = 300.0
 _START_SECONDS = 120.0
 _POLL_SECONDS = 0.2
 _END_SECONDS = 20.0
-_GRACE_SECONDS = 10.0
 _LAST_OUTPUT_SECONDS = 5.0
 _LAST_CHARACTERS = 2000
-_LAST_LINES = 60
 
 
 def requests(connected: Connection) -> Iterator[Any]:
@@ -123,7 +121,7 @@ def refuse_inside_a_job(environment: Mapping[str, str], benchmark: str) -> None:
 def outside_of_jobs(measure: Callable[[argparse.Namespace], None]) -> Callable[[argparse.Namespace], int]:
     """Return how a benchmark runs that starts its jobs itself: an error is printed, and is its exit status, 1 or 2."""
 
-    def run(options: argparse.Namespace) -> int:
+    def run_and_report(options: argparse.Namespace) -> int:
         try:
             measure(options)
         except (LaunchError, UsageError) as error:
@@ -131,7 +129,7 @@ def outside_of_jobs(measure: Callable[[argparse.Namespace], None]) -> Callable[[
             return 2 if isinstance(error, UsageError) else 1
         return 0
 
-    return run
+    return run_and_report
 
 
 def find_launcher() -> Mpirun:
@@ -142,46 +140,18 @@ def module_command(mpirun: Mpirun, ranks: int, module: str, arguments: Sequence[
     return mpirun.command(ranks, [sys.executable, "-m", module, *arguments])
 
 
-def run_command(
-    command: Sequence[str], environment: Mapping[str, str], seconds: float, grace: float = _GRACE_SECONDS
-) -> tuple[int | None, list[str], list[str]]:
-    """Run a command in a process group of its own, which is ended after so many seconds. Blocks.
-
-    Returns its status, None where it took too long, and the lines of its stdout and of its stderr.
-    """
-    # Files, not pipes: a rank that outlives its launcher would keep a pipe open and block the reader.
-    with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
-        process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=output, stderr=errors, env=environment, start_new_session=True
-        )
-        status = None
-        try:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                status = process.wait(seconds)
-        finally:
-            stop(process, partial(os.killpg, process.pid), grace)
-        output.seek(0)
-        errors.seek(0)
-        return status, output.read().splitlines(), errors.read().splitlines()
-
-
 def run_job(
-    mpirun: Mpirun, ranks: int, module: str, arguments: Sequence[str], settings: Mapping[str, str], seconds: float
-) -> Any:
-    """Run a module on so many ranks and return the JSON object that rank 0 prints as its last line. Blocks.
+    function: Callable[..., T], arguments: Sequence[Any], ranks: int, settings: Mapping[str, str], seconds: float
+) -> T:
+    """Call a function on every rank of a job of its own, and return what it returns on rank 0. Blocks.
 
-    settings: variables to add to the environment. Raises: LaunchError with the last lines of a job that fails, takes
-    more than these seconds, or prints no answer.
+    settings: variables to add to the environment. Raises: LaunchError, for a job that fails or takes more than these
+    seconds.
     """
-    command = module_command(mpirun, ranks, module, arguments)
-    status, output, errors = run_command(command, {**os.environ, "OMP_NUM_THREADS": "1", **settings}, seconds)
-    if status is None:
-        raise LaunchError(
-            f"`{' '.join(command)}` has not ended within {seconds:.0f} s and was stopped. {ranks} ranks may be too "
-            "many for this machine: leave them out, or allow more time with --timeout."
-        )
-    answers = [line for line in output if line.startswith("{")]
-    if status or not answers:
-        last = "\n".join(errors[-_LAST_LINES:])
-        raise LaunchError(f"`{' '.join(command)}` ended with status {status}:\n{last}")
-    return json.loads(answers[-1])
+    # What ranks print is no answer.
+    with contextlib.redirect_stdout(sys.stderr):
+        try:
+            return run(function, arguments, np=ranks, env={"OMP_NUM_THREADS": "1", **settings}, timeout=seconds)[0]
+        except UsageError as error:
+            # It is not this command that was wrong.
+            raise LaunchError(str(error)) from error

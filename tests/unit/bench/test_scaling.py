@@ -1,7 +1,5 @@
 """bench scaling: what ranks have sent is summed up per step and rank."""
 
-from dataclasses import asdict
-
 import pytest
 
 from hvlike.bench.scaling import Agreement, RankCounts, Result, as_text, panels, summarise
@@ -26,12 +24,6 @@ def test_times_are_those_of_the_slowest_rank() -> None:
 def test_one_step_is_enough() -> None:
     way = summarise([RankCounts(Sent(), [0.25])], steps=1)
     assert (way.control, way.most_control, way.seconds, way.quartiles) == (0.0, 0.0, 0.25, [0.25, 0.25])
-
-
-def test_results_come_back_from_json_as_they_were() -> None:
-    way = summarise([COORDINATOR, MEMBER], steps=4)
-    result = Result.of({"ranks": 2, "nodes": 1, "ways": {"planned": asdict(way)}})
-    assert result == Result(2, 1, {"planned": way})
 
 
 def test_the_table_names_what_is_odd() -> None:
