@@ -15,27 +15,17 @@ from collections.abc import Callable
 from typing import Any, TypeAlias
 from weakref import WeakMethod
 
+from hvlike.collectives.requests.plan import Options, find_difference
 from hvlike.transport.world import Group
 
 logger = logging.getLogger("hvlike")
 
-Options: TypeAlias = tuple[tuple[str, str], ...]
-"""What each is called, and its value as text."""
 ReadOptions: TypeAlias = Callable[[bool], Options]
 """Whether hvlike is about to end: what was begun stays unfinished then."""
 
 MOST_STEPS = 64  # Between two looks; options that are scheduled change for long
 _AT_END = sys.maxsize  # In place of a step
 _KEPT = 4  # Looks of this rank, and of the rank before it, that are compared later: a step keeps the ranks together
-
-
-def find_difference(theirs: Options, ours: Options) -> tuple[str, str, str] | None:
-    """What differs first, and both values."""
-    before, after = dict(theirs), dict(ours)
-    for name in dict.fromkeys([*before, *after]):
-        if before.get(name) != after.get(name):
-            return name, before.get(name, "nothing"), after.get(name, "nothing")
-    return None
 
 
 class OptionWatch:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -16,16 +16,26 @@ import torch
 from hvlike.collectives.compression import Mark, merge_marks
 from hvlike.errors import MismatchError, ShapeMismatchError
 
-_ABSENT = "nothing"
+Options: TypeAlias = tuple[tuple[str, str], ...]
+"""What each is called, and its value as text."""
+
+
+def find_difference(theirs: Options, ours: Options) -> tuple[str, str, str] | None:
+    """What differs first, and both values."""
+    before, after = dict(theirs), dict(ours)
+    for name in dict.fromkeys([*before, *after]):
+        if before.get(name) != after.get(name):
+            return name, before.get(name, "nothing"), after.get(name, "nothing")
+    return None
 
 
 class QueueProposal(NamedTuple):
-    described: tuple[tuple[str, str], ...]  # What must be equal on all ranks, in order: what it is, and its value
+    described: Options  # What must be equal on all ranks, in order: what it is, and its value
     advice: str
     spare_queue: int = -1  # A queue that an earlier owner on this rank has given back; -1: none
     serial: int = -1
     device: str = ""  # The kind of the device that the queue needs a backend for; empty for none
-    options: tuple[tuple[str, str], ...] = ()  # As Proposal.options
+    options: Options = ()  # As Proposal.options
 
 
 def merge_queue_proposals(proposals: Sequence[QueueProposal]) -> QueueProposal:
@@ -36,26 +46,23 @@ def merge_queue_proposals(proposals: Sequence[QueueProposal]) -> QueueProposal:
 
 
 def find_queue_mismatch(name: str, ranks: Sequence[int], proposals: Sequence[QueueProposal]) -> MismatchError | None:
-    first = dict(_everything(proposals[0]))
-    for rank, other in zip(ranks, proposals, strict=True):
-        if _everything(other) == _everything(proposals[0]):
-            continue
-        its = dict(_everything(other))
-        for key in dict.fromkeys([*first, *its]):
-            mine, theirs = first.get(key, _ABSENT), its.get(key, _ABSENT)
-            if mine != theirs:
-                return MismatchError(
-                    f"Mismatched {key} in {name!r}: rank {ranks[0]} has {mine}, rank {rank} has {theirs}. "
-                    f"{proposals[0].advice}"
-                )
-        return MismatchError(
-            f"Mismatched order in {name!r}: rank {ranks[0]} lists {', '.join(first)}, rank {rank} lists "
-            f"{', '.join(its)}. {proposals[0].advice}"
-        )
+    first, advice = _everything(proposals[0]), proposals[0].advice
+    for rank, other in zip(ranks, map(_everything, proposals), strict=True):
+        found = find_difference(first, other)
+        if found is not None:
+            key, mine, its = found
+            return MismatchError(
+                f"Mismatched {key} in {name!r}: rank {ranks[0]} has {mine}, rank {rank} has {its}. {advice}"
+            )
+        if other != first:
+            mine, its = (", ".join(dict(each)) for each in (first, other))
+            return MismatchError(
+                f"Mismatched order in {name!r}: rank {ranks[0]} lists {mine}, rank {rank} lists {its}. {advice}"
+            )
     return None
 
 
-def _everything(proposal: QueueProposal) -> tuple[tuple[str, str], ...]:
+def _everything(proposal: QueueProposal) -> Options:
     return (*proposal.described, ("device", proposal.device)) if proposal.device else proposal.described
 
 
@@ -112,7 +119,7 @@ class Proposal(NamedTuple):
     portable: Any = None  # What a rank without this reducer must know to take part for one that has joined
     serial: int = -1  # Number of the agreed plan; different from that of every other plan of the process set
     start: tuple[int, ...] = ()  # Fingerprints of the parameters before the first step, by entry; empty: not compared
-    options: tuple[tuple[str, str], ...] = ()  # Of the optimizer, as OptionWatch has them; merged: the first one's
+    options: Options = ()  # Of the optimizer, as OptionWatch has them; merged: the first one's
     apart: tuple[int, int] | None = None  # Merged: a member whose parameters are not the first one's, and the entry
 
     @property

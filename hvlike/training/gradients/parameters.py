@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from hvlike.backends.cuda.runtime import kind_of
-from hvlike.collectives.health.option_watch import Options
+from hvlike.collectives.requests.plan import Options
 from hvlike.errors import UsageError
 from hvlike.training.gradients.planned_reducer import PlannedReducer
 from hvlike.training.gradients.usage_errors import warn_user

@@ -14,7 +14,7 @@ from torch._compile import _disable_dynamo as untraced
 from torch.optim import Optimizer
 
 from hvlike.collectives.api.objects import broadcast_object
-from hvlike.collectives.health.option_watch import Options
+from hvlike.collectives.requests.plan import Options
 from hvlike.collectives.requests.process_set import ProcessSet
 from hvlike.collectives.requests.request import order_in_memory
 from hvlike.collectives.session.context import current

@@ -9,7 +9,7 @@ import pytest
 import torch
 from support.training.problem import loss_of, make_model, share, whole_batch
 
-from hvlike.collectives.health.option_watch import find_difference
+from hvlike.collectives.requests.plan import find_difference
 from hvlike.optim import ZeroRedundancyOptimizer
 from hvlike.training.gradients.parameters import describe_options
 
