@@ -15,8 +15,9 @@ from typing import Any, TypeVar
 import torch
 
 import hvlike
-from hvlike.bench.harness.raw_mpi import mpi_name
+from hvlike.collectives.session.context import current
 from hvlike.observe.pictures import png
+from hvlike.transport.host.mpi_library import library_name
 
 Known = TypeVar("Known")
 
@@ -74,6 +75,7 @@ def settle(device: torch.device) -> None:
 
 def describe(benchmark: str) -> dict[str, Any]:
     """Return what was measured with what; hvlike is initialised."""
+    library = library_name(current().world.mpi)
     return {
         "benchmark": benchmark,
         "ranks": hvlike.size(),
@@ -84,7 +86,7 @@ def describe(benchmark: str) -> dict[str, Any]:
         "torch_threads": torch.get_num_threads(),
         "python": platform.python_version(),
         "machine": platform.machine(),
-        "mpi": mpi_name(),
+        "mpi": " ".join(library.partition(",")[0].split()),
     }
 
 

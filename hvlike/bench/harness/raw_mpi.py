@@ -13,12 +13,6 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 
-def mpi_name() -> str:
-    from mpi4py import MPI
-
-    return " ".join(MPI.Get_library_version().strip("\0 ").splitlines()[0].split(",")[0].split())
-
-
 class RawMpi:
     """Plain MPI over all ranks of the job, on a communicator of its own. Every call blocks."""
 

@@ -79,9 +79,6 @@ def ratio_bars(results: Sequence[Any], pairs: Iterable[str]) -> dict[str, list[S
     return {pair: [each.bar if each else NO_BAR for each in ratios] for pair, ratios in found.items()}
 
 
-NO_COLOURS: Mapping[str, str] = {}
-
-
 @dataclass(frozen=True)
 class Bars:
     """Groups of bars: one value for each group in each series, a Summary with its quartiles; NaN leaves a gap."""
@@ -99,7 +96,7 @@ class Bars:
         """How high the bars are."""
         return {name: [_summary(each).median for each in values] for name, values in self.series.items()}
 
-    def draw(self, axes: Any, colours: Mapping[str, str] = NO_COLOURS) -> None:
+    def draw(self, axes: Any, colours: Mapping[str, str]) -> None:
         has_spread = False
         width = _FILLED / max(1, len(self.series))
         for index, (name, values) in enumerate(self.series.items()):
@@ -113,7 +110,7 @@ class Bars:
             if any(value > 0 for value in below + above):
                 has_spread, spread = True, {"yerr": [below, above], **_QUARTILES}
             heights = [each.median for each in found]
-            bars = axes.bar(places, heights, width, label=name, color=colours.get(name), **spread)
+            bars = axes.bar(places, heights, width, label=name, color=colours[name], **spread)
             axes.bar_label(bars, fmt="{:.3g}", fontsize="x-small", padding=1)
         axes.set_xticks(range(len(self.groups)), self.groups)
         axes.set_ylabel(f"{self.unit} (thin line: {self.spread})" if has_spread else self.unit)
@@ -138,16 +135,15 @@ class Curves:
     unit: str
     positions: Sequence[float]
     series: Mapping[str, Sequence[float]]
-    labels: Sequence[str] | None = None  # What to write at the positions; None for the numbers themselves
+    labels: Sequence[str]  # What to write at the positions
 
-    def draw(self, axes: Any, colours: Mapping[str, str] = NO_COLOURS) -> None:
+    def draw(self, axes: Any, colours: Mapping[str, str]) -> None:
         for name, values in self.series.items():
-            axes.plot(self.positions, values, marker="o", markersize=3, label=name, color=colours.get(name))
+            axes.plot(self.positions, values, marker="o", markersize=3, label=name, color=colours[name])
         axes.set_xscale("log")
         axes.set_yscale("log")
-        if self.labels is not None:
-            axes.set_xticks(self.positions, self.labels, rotation=30, fontsize="small")
-            axes.minorticks_off()
+        axes.set_xticks(self.positions, self.labels, rotation=30, fontsize="small")
+        axes.minorticks_off()
         axes.set_xlabel(self.abscissa)
         axes.set_ylabel(self.unit)
 

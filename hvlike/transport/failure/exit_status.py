@@ -145,8 +145,7 @@ class JobRecord:
 
 class _OfThisProcess:
     record: JobRecord | None = None
-    owner = 0
-    writes = False
+    writer = 0  # The process that writes it; 0: rank 0 does, and this is another one
     last_error: object = None
 
 
@@ -155,9 +154,8 @@ def keep_record(path: str, *, writes: bool) -> None:
     comes first and ends the process if it fails.
     """
     _OfThisProcess.record = JobRecord(Path(path))
-    _OfThisProcess.owner = os.getpid()
+    _OfThisProcess.writer = os.getpid() if writes else 0
     _OfThisProcess.last_error = getattr(sys, "last_value", None)
-    _OfThisProcess.writes = writes
     atexit.unregister(note_good_end)
     atexit.register(note_good_end)
 
@@ -171,10 +169,5 @@ def note_good_end() -> None:
     """The program of this process ends, and no guard has seen a failure. Local."""
     # After shutdown() no guard looks.
     failed = getattr(sys, "last_value", None) is not _OfThisProcess.last_error
-    if (
-        _OfThisProcess.record is not None
-        and _OfThisProcess.writes
-        and _OfThisProcess.owner == os.getpid()
-        and not failed
-    ):
+    if _OfThisProcess.record is not None and _OfThisProcess.writer == os.getpid() and not failed:
         _OfThisProcess.record.write(FINISHED)

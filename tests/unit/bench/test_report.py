@@ -84,7 +84,8 @@ def test_a_picture_is_a_png(tmp_path: Path) -> None:
 def test_bars_show_their_spread() -> None:
     figure = pytest.importorskip("matplotlib.figure").Figure()
     given = Ratio(1.5, Summary(1.4, 1.25, 1.75)).bar
-    Bars("ratios", "ratio", ["a", "b"], {"x": [given, NO_BAR], "y": [2.0, 3.0]}).draw(figure.add_subplot())
+    bars = Bars("ratios", "ratio", ["a", "b"], {"x": [given, NO_BAR], "y": [2.0, 3.0]})
+    bars.draw(figure.add_subplot(), {"x": "C0", "y": "C1"})
     (axes,) = figure.axes
     (spread,) = axes.collections
     assert tuple(point[1] for point in spread.get_segments()[0]) == (1.25, 1.75)
