@@ -118,12 +118,8 @@ def ways(nodes: Sequence[Sequence[int]]) -> list[Way]:
 
 def own_gpu() -> torch.device | None:
     """A GPU of this rank, where every rank has one; else None. Collective: every rank; blocks."""
-    count = torch.cuda.device_count()
-    if not all(hvlike.allgather_object(count > 0)):
-        return None
-    device = torch.device("cuda", hvlike.local_rank() % count)
-    torch.cuda.set_device(device)
-    return device
+    every_rank_has_one = all(hvlike.allgather_object(torch.cuda.device_count() > 0))
+    return hvlike.pin_device() if every_rank_has_one else None
 
 
 def measure_ways(plan: Sequence[Way], gpu: torch.device | None) -> Timings:
