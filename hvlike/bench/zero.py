@@ -6,6 +6,7 @@ import argparse
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import Adam
 
@@ -21,6 +22,7 @@ from hvlike.optim import ZeroRedundancyOptimizer
 PURPOSE = "Adam with its state spread over the ranks beside all of it on each"
 
 ADAM, ZERO, VIEW, ALONE = "DDP + Adam", "DDP + ZeRO", "DDP + ZeRO, views", "ZeRO alone"
+TORCH_ADAM, TORCH_ZERO = "torch DDP + Adam", "torch DDP + ZeRO"
 _REPETITIONS = 7
 _LEARNING_RATE = 1e-4  # Small enough that steps on random data stay finite
 _TOLERANCE = 1e-2  # Of sums of 50 M weights that start equal: gradients near zero make Adam's first steps go either way
@@ -78,7 +80,7 @@ def panels(result: Result) -> list[Bars]:
 class ZeroTrainer(Trainer):
     @property
     def state_bytes(self) -> int:
-        # A ZeroRedundancyOptimizer has the one with the state inside.
+        # torch's ZeroRedundancyOptimizer has the one with the state inside.
         optimizer = getattr(self.optimizer, "optim", self.optimizer)
         values = (value for state in optimizer.state.values() for value in state.values())
         return sum(value.nbytes for value in values if isinstance(value, Tensor))
@@ -92,11 +94,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--width", type=positive, default=640, help="of the transformer layers; default 640")
     parser.add_argument("--layers", type=positive, default=10, help="number of those; default 10: 50 M parameters")
     parser.add_argument("--bucket-view", action="store_true", help="ZeRO with parameters_as_bucket_view, too")
+    parser.add_argument("--torch", action="store_true", help="torch's own DDP over gloo and ZeRO, too; one node")
     add_common(parser, str(_REPETITIONS))
 
 
 def run(options: argparse.Namespace) -> int:
-    with peers("it is not measured here", "it has no such optimizer") as there:
+    without = None if options.torch else "no --torch"
+    with peers(without, "it has no such optimizer") as there:
         result = measure(options, there)
         if hvlike.rank() == 0:
             conditions = there.describe("zero")
@@ -114,6 +118,8 @@ def measure(options: argparse.Namespace, there: Peers) -> Result:
     shapes = shapes_of(options.width, options.layers)
     workload = shaped("zero", "a transformer's shapes", shapes)
     chosen = [ADAM, ZERO, *([VIEW] if options.bucket_view else []), ALONE]
+    if there.backend is not None:
+        chosen += [TORCH_ADAM, TORCH_ZERO]
     trainers = [_make(name, workload, options.seed) for name in chosen]
     state, gradients = {}, {}
     for trainer in trainers:
@@ -143,10 +149,18 @@ def measure(options: argparse.Namespace, there: Peers) -> Result:
 def _make(name: str, workload: Workload, seed: int) -> ZeroTrainer:
     trainer = ZeroTrainer(name, workload, seed, hvlike.rank())
     model, parameters, rate = trainer.model, list(trainer.model.parameters()), _LEARNING_RATE
-    if name != ALONE:
+    if name in (TORCH_ADAM, TORCH_ZERO):
+        parallel: Any = torch.nn.parallel.DistributedDataParallel
+        trainer.network = parallel(model, gradient_as_bucket_view=True)
+    elif name != ALONE:
         trainer.network = DistributedDataParallel(model)
-    if name == ADAM:
+    if name in (ADAM, TORCH_ADAM):
         trainer.optimizer = Adam(parameters, lr=rate)
+    elif name == TORCH_ZERO:
+        from torch.distributed.optim import ZeroRedundancyOptimizer as Theirs
+
+        made: Any = Theirs
+        trainer.optimizer = made(parameters, Adam, lr=rate)
     else:
         alone, view = name == ALONE, name == VIEW
         trainer.optimizer = ZeroRedundancyOptimizer(
