@@ -12,7 +12,6 @@ each large tensor alone, the small ones of an owner together.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 from weakref import WeakMethod
 
@@ -107,22 +106,6 @@ class Packing:
 ADVICE = "Build it with the same arguments on every rank."
 
 
-@dataclass(eq=False)
-class QueueStep:
-    owner: PlannedQueue
-    number: int
-    active: int = 0  # How many ranks were active in it; valid once it has ended
-    ended: bool = False
-    error: BaseException | None = None
-
-    def result(self) -> int:
-        """Wait until the step has ended; how many ranks were active in it. Raises: as PlannedQueue.run."""
-        self.owner.wait_for(self)
-        if self.error is not None:
-            raise self.error
-        return self.active
-
-
 class PlannedQueue(PersistentOperation):
     def __init__(
         self,
@@ -166,10 +149,6 @@ class PlannedQueue(PersistentOperation):
 
         Raises: the error of the job, or a HorovodInternalError. The queue is lost then; the next step opens another.
         """
-        return self.start(job, wake=False).result()
-
-    def start(self, job: CountingJob, *, wake: bool = True) -> QueueStep:
-        """The same without waiting, but for the first step after a join. `wake=False`: the caller waits at once."""
         self.agree()
         queue, set_state = self.queue, self._set_state
         assert queue is not None
@@ -178,10 +157,18 @@ class PlannedQueue(PersistentOperation):
             self._look_at_options()
         self._step += 1
         set_state.controller.steps[self.name] = self._step
-        step = QueueStep(self, self._step)
+        counts: list[int] = []
+        errors: list[BaseException | None] = []  # One, once the job has ended
 
         def run(backend: Backend) -> Coroutine[None]:
-            step.active = yield from job(backend)
+            counts.append((yield from job(backend)))
+
+        def note_end(task: Task[None]) -> None:
+            with self._lock:
+                self._unfinished -= 1
+            self.served += task.error is None
+            # Not the task: it holds this function, and the two would keep the queue alive after its owner.
+            errors.append(task.error)
 
         work: Job = run
         runtime = runtime_of(self._kind)
@@ -191,20 +178,18 @@ class PlannedQueue(PersistentOperation):
             work = recorded(queue.recorder, queue, self.name, {"step": self._step}, [], work)
         with self._lock:
             self._unfinished += 1
-        queue.submit(work, lambda task: self._ended(step, task), wake=wake)
-        return step
-
-    def wait_for(self, step: QueueStep) -> None:
-        """Wait until a step has ended; reports and the search for deadlocks know of it."""
-        queue = self.queue
-        if not step.ended and queue is not None:
-            with exposed_wait(queue, self.name, step.number):
-                self._wait_in_step(step.number, find_call_site(), "", lambda: step.ended)
-        if step.error is None and self._kind and queue is not None and queue.device is not None:
-            queue.device.fence()()
-        if step.error is not None:
-            # The queue is lost with the job that failed; the next step starts on a new one.
+        queue.submit(work, note_end, wake=False)
+        if not errors:
+            with exposed_wait(queue, self.name, self._step):
+                # Reports and the search for deadlocks know of it.
+                self._wait_in_step(self._step, find_call_site(), "", lambda: bool(errors))
+        (error,) = errors
+        if error is not None:
             self.close()
+            raise error
+        if queue.device is not None:
+            queue.device.fence()()
+        return counts[0]
 
     # -- what a join needs ----------------------------------------------------------------------
 
@@ -235,11 +220,3 @@ class PlannedQueue(PersistentOperation):
         self.name = f"{self._purpose}.{set_state.controller.optimizer_names.draw(self._purpose)}"
         if self.options is not None:
             self.watch_options(self.options)
-
-    def _ended(self, step: QueueStep, task: Task[None]) -> None:
-        step.error = task.error
-        with self._lock:
-            self._unfinished -= 1
-        if task.error is None:
-            self.served += 1
-        step.ended = True

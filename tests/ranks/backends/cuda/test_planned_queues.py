@@ -1,4 +1,4 @@
-"""A planned queue on a device: its jobs run on the backend's stream, and whoever takes the result waits in his own."""
+"""A planned queue on a device: its jobs run on the backend's stream, and the caller's stream waits for them."""
 
 import torch
 from ranks.backends.cuda.conftest import Late
@@ -13,7 +13,7 @@ from hvlike.transport.loop.coroutine import Coroutine
 def test_jobs_of_a_queue_on_a_device(late: Late) -> None:
     device, rank, size = late.device, late.hvd.rank(), late.hvd.size()
     queue = PlannedQueue("test of a device", device=device.home())
-    producer, user = device.new_stream(device.home()), device.new_stream(device.home())
+    user = device.new_stream(device.home())
     parts: list[list[torch.Tensor]] = []
 
     def share(mine: torch.Tensor) -> CountingJob:
@@ -27,10 +27,8 @@ def test_jobs_of_a_queue_on_a_device(late: Late) -> None:
         return job
 
     for step in range(3):
-        with device.use(producer):
-            started = queue.start(share(torch.full((2000,), 10.0 * step + rank)))
         with device.use(user):
-            assert started.result() == size - 1
+            assert queue.run(share(torch.full((2000,), 10.0 * step + rank))) == size - 1
             seen = [each.clone() for each in parts[-1]]
         device.drain(user)
         for sender, found in enumerate(seen):
