@@ -14,10 +14,8 @@ from typing import Any
 import torch
 
 from hvlike.backends.arithmetic.reduce_op import ReduceOp
-from hvlike.backends.base import Backend
-from hvlike.backends.op_queue import Job
 from hvlike.collectives.api.allreduce import allreduce_async
-from hvlike.collectives.api.barrier_join import begin_join, end_join, set_away
+from hvlike.collectives.api.barrier_join import begin_join, end_join, set_away, submit_join
 from hvlike.collectives.requests.join_protocol import (
     JOIN_KEY,
     LEAVE_KEY,
@@ -28,13 +26,12 @@ from hvlike.collectives.requests.join_protocol import (
     LeaveRequest,
 )
 from hvlike.collectives.requests.process_set import ProcessSet, global_process_set
-from hvlike.collectives.requests.request import Handle, RequestKey, RequestSpec
+from hvlike.collectives.requests.request import Handle, RequestKey
 from hvlike.collectives.session.context import current
 from hvlike.errors import HorovodInternalError, InputsExhaustedError, JoinError, NotJoinableError, UsageError
 from hvlike.training.gradients.reduction import ranks_of_group
 from hvlike.training.gradients.usage_errors import warn_user
 from hvlike.training.joinable import BuiltInHook, Joinable, JoinConfig, JoinHook
-from hvlike.transport.loop.coroutine import Coroutine
 
 WARN_THRESHOLD = 1000  # Iterations that a rank may miss without a warning
 
@@ -187,7 +184,9 @@ class JoinContext:
             controller.report_failure(self._number, failure)
         failed = error is not None
         try:
-            handle = self._start_leaving(failed=failed)
+            proxies = self._set_state.proxies
+            request = LeaveRequest(controller.names.counts(), proxies.spare_queues(), failed)
+            handle = submit_join(self._set_state, LEAVE_KEY, request, self._contexts.end)
             if error is not None and not isinstance(error, (Exception, KeyboardInterrupt)):
                 # The program ends: wait for no other rank.
                 return
@@ -206,23 +205,6 @@ class JoinContext:
                     hook.joinable._join_fails()
         if error is None and end.error is not None:
             raise JoinError(str(end.error))
-
-    def _start_leaving(self, *, failed: bool) -> Handle:
-        set_state = self._set_state
-        request = LeaveRequest(set_state.controller.names.counts(), set_state.proxies.spare_queues(), failed)
-        ends: list[LeaveEnd] = []
-
-        def job(end: LeaveEnd) -> Job:
-            def run(backend: Backend) -> Coroutine[None]:
-                # In the queue like any other operation: queues that were being opened are open then.
-                self._contexts.end(end)
-                ends.append(end)
-                yield from ()
-
-            return run
-
-        signature = RequestSpec("join", detail=request)
-        return set_state.controller.submit(signature, LEAVE_KEY[1], [], lambda request: ends[0], job=job)
 
     def _describe(self, error: BaseException) -> JoinError:
         text = f"{type(error).__name__}: {error}".removesuffix(": ").removesuffix(".")

@@ -6,14 +6,15 @@ A rank that has joined contributes neutral values until all ranks have joined; h
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from hvlike.backends.base import Backend
 from hvlike.backends.op_queue import Job
 from hvlike.collectives.compression import Mark
-from hvlike.collectives.requests.join_protocol import JOIN_KEY, JoinEnd, JoinRequest, JoinScope
+from hvlike.collectives.requests.join_protocol import JOIN_KEY, JoinEnd, JoinRequest, JoinScope, LeaveRequest
 from hvlike.collectives.requests.process_set import ProcessSet
-from hvlike.collectives.requests.request import Handle, RequestSpec, synchronize
+from hvlike.collectives.requests.request import Handle, RequestKey, RequestSpec, synchronize
 from hvlike.collectives.session.context import begin, current
 from hvlike.collectives.session.process_set_state import ProcessSetState
 from hvlike.errors import HorovodInternalError, UsageError
@@ -57,20 +58,35 @@ def begin_join(set_state: ProcessSetState, marks: Mapping[str, Mark], scope: Joi
         scope,
         how,
     )
-    ends: list[JoinEnd] = []
+    # First the proxies: what the others begin once they know of this rank needs them.
+    current().fabric.loop.post(lambda: proxies.begin(planned), wake=False)
+    return submit_join(set_state, JOIN_KEY, request, wake=False)
 
-    def job(end: JoinEnd) -> Job:
+
+def submit_join(
+    set_state: ProcessSetState,
+    key: RequestKey,
+    request: JoinRequest | LeaveRequest,
+    ended: Callable[[Any], object] = lambda end: None,
+    *,
+    wake: bool = True,
+) -> Handle:
+    """Submit it; the handle's result is what all ranks derive from their requests, a JoinEnd or LeaveEnd.
+
+    ended: called with that, in the queue like any other operation: what was agreed before has ended then.
+    """
+    ends: list[Any] = []
+
+    def job(end: Any) -> Job:
         def run(backend: Backend) -> Coroutine[None]:
-            # On the queue like any other operation: what was agreed before has ended then.
+            ended(end)
             ends.append(end)
             yield from ()
 
         return run
 
-    # First the proxies: what the others begin once they know of this rank needs them.
-    current().fabric.loop.post(lambda: proxies.begin(planned), wake=False)
-    spec = RequestSpec("join", detail=request)
-    return set_state.controller.submit(spec, JOIN_KEY[1], [], lambda request: ends[0], wake=False, job=job)
+    spec = RequestSpec(key[0], detail=request)
+    return set_state.controller.submit(spec, key[1], [], lambda request: ends[0], wake=wake, job=job)
 
 
 def end_join(set_states: list[ProcessSetState], ends: list[JoinEnd]) -> None:
