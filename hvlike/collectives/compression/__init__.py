@@ -5,24 +5,20 @@ in Horovod. Those that need more than one round of communication, or a memory, a
 """
 
 from hvlike.collectives.compression.choice import Compression, check_compressed_op, check_compressor
-from hvlike.collectives.compression.compressor import CastCompressor, Compressor, CompressorLike, NoneCompressor
+from hvlike.collectives.compression.compressor import (
+    CastCompressor,
+    CompressionStats,
+    Compressor,
+    CompressorLike,
+    Exchange,
+    Mark,
+    NoneCompressor,
+    StatefulCompressor,
+    merge_marks,
+)
 from hvlike.collectives.compression.power_sgd import PowerSGD
-from hvlike.collectives.compression.stateful import CompressionStats, Exchange, Mark, StatefulCompressor, merge_marks
 from hvlike.collectives.compression.top_k import TopK
 
-__all__ = [
-    "CastCompressor",
-    "Compression",
-    "CompressionStats",
-    "Compressor",
-    "CompressorLike",
-    "Exchange",
-    "Mark",
-    "NoneCompressor",
-    "PowerSGD",
-    "StatefulCompressor",
-    "TopK",
-    "check_compressed_op",
-    "check_compressor",
-    "merge_marks",
-]
+__all__ = ["CastCompressor", "Compression", "CompressionStats", "Compressor", "CompressorLike", "NoneCompressor"]
+__all__ += ["Exchange", "Mark", "PowerSGD", "StatefulCompressor", "TopK", "merge_marks"]
+__all__ += ["check_compressed_op", "check_compressor"]

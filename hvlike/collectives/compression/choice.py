@@ -8,9 +8,14 @@ import torch
 from torch import Tensor
 
 from hvlike.backends.arithmetic.reduce_op import ReduceOp, op_name
-from hvlike.collectives.compression.compressor import NONE, CastCompressor, Compressor, CompressorLike
+from hvlike.collectives.compression.compressor import (
+    NONE,
+    CastCompressor,
+    Compressor,
+    CompressorLike,
+    StatefulCompressor,
+)
 from hvlike.collectives.compression.power_sgd import PowerSGD
-from hvlike.collectives.compression.stateful import StatefulCompressor
 from hvlike.collectives.compression.top_k import TopK
 from hvlike.errors import UsageError
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hvlike.collectives.compression.stateful import Exchange, StatefulCompressor
+from hvlike.collectives.compression.compressor import Exchange, StatefulCompressor
 from hvlike.errors import UsageError
 from hvlike.transport.loop.coroutine import Coroutine, Wait
 

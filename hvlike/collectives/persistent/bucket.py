@@ -32,7 +32,7 @@ from hvlike.collectives.compression import (
     NoneCompressor,
     StatefulCompressor,
 )
-from hvlike.collectives.compression.stateful import Exchange, Packers
+from hvlike.collectives.compression.compressor import Exchange, Packers
 from hvlike.collectives.requests.reduction import Operand, arithmetic_of, is_dense, reduce_operands, row_by_row
 from hvlike.transport.loop.coroutine import Coroutine
 

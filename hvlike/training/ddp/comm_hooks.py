@@ -17,8 +17,7 @@ from torch import Tensor
 from torch.futures import Future
 
 from hvlike.collectives.api.allreduce import allreduce
-from hvlike.collectives.compression import Compression, CompressorLike, PowerSGD, StatefulCompressor
-from hvlike.collectives.compression.stateful import CompressionStats
+from hvlike.collectives.compression import Compression, CompressionStats, CompressorLike, PowerSGD, StatefulCompressor
 from hvlike.collectives.requests.plan import fill_buckets
 from hvlike.collectives.requests.process_set import ProcessSet
 from hvlike.collectives.requests.reduction import Average
