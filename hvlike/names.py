@@ -2,7 +2,6 @@
 
 from typing import TYPE_CHECKING
 
-from hvlike.collectives.api.allgather import allgather, allgather_async, grouped_allgather, grouped_allgather_async
 from hvlike.collectives.api.allreduce import (
     allreduce,
     allreduce_,
@@ -16,14 +15,18 @@ from hvlike.collectives.api.allreduce import (
 from hvlike.collectives.api.alltoall import alltoall, alltoall_async
 from hvlike.collectives.api.barrier_join import barrier
 from hvlike.collectives.api.broadcast import broadcast, broadcast_, broadcast_async, broadcast_async_
-from hvlike.collectives.api.objects import allgather_object, broadcast_object
-from hvlike.collectives.api.process_sets import add_process_set, remove_process_set
-from hvlike.collectives.api.reducescatter import (
+from hvlike.collectives.api.gather_scatter import (
+    allgather,
+    allgather_async,
+    grouped_allgather,
+    grouped_allgather_async,
     grouped_reducescatter,
     grouped_reducescatter_async,
     reducescatter,
     reducescatter_async,
 )
+from hvlike.collectives.api.objects import allgather_object, broadcast_object
+from hvlike.collectives.api.process_sets import add_process_set, remove_process_set
 from hvlike.collectives.api.shared_tensors import empty_shared
 from hvlike.collectives.api.sparse import sparse_allreduce_async
 from hvlike.collectives.api.statistics import Statistics, start_timeline, statistics, stop_timeline

@@ -14,8 +14,8 @@ from torchmetrics import Metric
 
 from hvlike.backends.arithmetic.reduce_op import ReduceOp
 from hvlike.collectives.api import barrier_join
-from hvlike.collectives.api.allgather import allgather
 from hvlike.collectives.api.allreduce import allreduce_
+from hvlike.collectives.api.gather_scatter import allgather
 from hvlike.collectives.api.objects import broadcast_object
 from hvlike.collectives.session import basics
 from hvlike.errors import UsageError

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from hvlike.collectives.api.gradients import Incoming, differentiable
 from hvlike.collectives.requests.process_set import ProcessSet
-from hvlike.collectives.requests.request import Handle, Request, RequestSpec, needs_gradient, spec_of, synchronize
-from hvlike.collectives.session.context import Call, begin
+from hvlike.collectives.requests.request import Handle, Request, needs_gradient, spec_of, synchronize
+from hvlike.collectives.session.context import begin
 from hvlike.errors import UsageError
 
 Splits = torch.Tensor | Sequence[int]
@@ -53,19 +53,20 @@ def alltoall(
     Gradient: alltoall of the incoming gradient with the received splits; zero for rows that were not sent.
     Source: MPI 4.1 section 6.8; horovod.torch.alltoall.
     """
-    exchange = _begin(tensor, splits, name, process_set)
+    sent_shape: list[torch.Size] = []
     counts: list[int] = []
-    shape = tensor.shape
 
     def run(inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        output, received = synchronize(_start(exchange, inputs[0], wake=False))
+        output, received = synchronize(_start(inputs[0], splits, name, process_set, wake=False))
+        sent_shape.append(inputs[0].shape)
         counts.extend(received.tolist())
         return [output, received]
 
     def gradient(incoming: Incoming, _: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         again = None if name is None else f"{name}.gradient"
-        sent = alltoall(incoming[0], counts, again, process_set)[0]
-        return [torch.cat([sent, sent.new_zeros((shape[0] - len(sent), *shape[1:]))])]
+        back = alltoall(incoming[0], counts, again, process_set)[0]
+        rows, *rest = sent_shape[0]
+        return [torch.cat([back, back.new_zeros((rows - len(back), *rest))])]
 
     output, received = differentiable(run, gradient, [tensor]) if needs_gradient([tensor]) else run([tensor])
     return output if splits is None else (output, received)
@@ -88,35 +89,37 @@ def alltoall_async(
     Raises:
         UsageError: At once, as `alltoall`. All other errors of `alltoall` come from `synchronize`.
     """
-    return _start(_begin(tensor, splits, name, process_set), tensor)
+    return _start(tensor, splits, name, process_set)
 
 
-class _Exchange(NamedTuple):
-    call: Call
-    spec: RequestSpec
-    splits: list[int]
-    counts_dtype: torch.dtype
-
-
-def _begin(tensor: torch.Tensor, splits: Splits | None, name: str | None, process_set: ProcessSet | None) -> _Exchange:
-    call = begin("alltoall", name, process_set)
-    spec = spec_of("alltoall", "alltoall", call.name, [tensor])
-    which = f"alltoall {call.name!r}"
+def _start(
+    tensor: torch.Tensor, splits: Splits | None, name: str | None, process_set: ProcessSet | None, *, wake: bool = True
+) -> Handle:
+    _, set_state, full_name, _, _ = begin("alltoall", name, process_set)
+    spec = spec_of("alltoall", "alltoall", full_name, [tensor])
+    which = f"alltoall {full_name!r}"
     if tensor.dim() == 0:
         raise UsageError(f"{which}: expected at least one dimension, got shape []; a 0-dim tensor has no rows to send.")
-    size = call.set_state.group.size
+    counts = _checked(which, splits, len(tensor), set_state.group.size)
+    counts_dtype = splits.dtype if isinstance(splits, torch.Tensor) else torch.int32
+
+    def finish(request: Request) -> Any:
+        output, rows = request.outputs
+        return output.to(tensor.device), torch.tensor(rows, dtype=counts_dtype, device="cpu")
+
+    # The numbers of rows differ between ranks, so they are no part of what is compared.
+    sent = torch.tensor(counts, dtype=torch.int64, device="cpu")
+    return set_state.controller.submit(spec, full_name, [tensor, sent], finish, wake=wake)
+
+
+def _checked(which: str, splits: Splits | None, rows: int, size: int) -> list[int]:
     if splits is None:
-        if len(tensor) % size:
+        if rows % size:
             raise UsageError(
                 f"{which}: splits not provided, but first dimension of tensor is not an even multiple of the number "
-                f"of workers. Got {len(tensor)} rows for {size} ranks; pass splits=[rows for each rank]."
+                f"of workers. Got {rows} rows for {size} ranks; pass splits=[rows for each rank]."
             )
-        return _Exchange(call, spec, [len(tensor) // size] * size, torch.int32)
-    counts_dtype = splits.dtype if isinstance(splits, torch.Tensor) else torch.int32
-    return _Exchange(call, spec, _checked(which, splits, len(tensor), size), counts_dtype)
-
-
-def _checked(which: str, splits: Splits, rows: int, size: int) -> list[int]:
+        return [rows // size] * size
     if isinstance(splits, torch.Tensor):
         if splits.dtype not in (torch.int32, torch.int64) or splits.dim() != 1:
             raise UsageError(
@@ -143,14 +146,3 @@ def _checked(which: str, splits: Splits, rows: int, size: int) -> list[int]:
             f"{sum(counts)}, for {rows} rows."
         )
     return counts
-
-
-def _start(exchange: _Exchange, tensor: torch.Tensor, *, wake: bool = True) -> Handle:
-    def finish(request: Request) -> Any:
-        output, rows = request.outputs
-        return output.to(tensor.device), torch.tensor(rows, dtype=exchange.counts_dtype, device="cpu")
-
-    # The numbers of rows differ between ranks, so they are no part of what is compared.
-    splits = torch.tensor(exchange.splits, dtype=torch.int64, device="cpu")
-    call = exchange.call
-    return call.set_state.controller.submit(exchange.spec, call.name, [tensor, splits], finish, wake=wake)

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from hvlike.collectives.api.allgather import allgather
 from hvlike.collectives.api.broadcast import broadcast_
+from hvlike.collectives.api.gather_scatter import allgather
 from hvlike.collectives.session.basics import rank
 from hvlike.errors import HorovodInternalError, UsageError
 

@@ -7,11 +7,10 @@ from collections.abc import Callable
 import torch
 
 from hvlike.backends.arithmetic.reduce_op import ReduceOp, check_supported, op_name, reduce_op
-from hvlike.collectives.api.allgather import start_gather
+from hvlike.collectives.api.gather_scatter import start_gather
 from hvlike.collectives.persistent.bucket import ReductionSettings
 from hvlike.collectives.requests.process_set import ProcessSet
 from hvlike.collectives.requests.reduction import Average, Sum
-from hvlike.collectives.requests.request import Handle
 from hvlike.collectives.session.context import Call, begin
 from hvlike.errors import UnsupportedOpError, UsageError
 
@@ -49,16 +48,13 @@ def sparse_allreduce_async(
     except UsageError as error:
         raise UsageError(f"sparse_allreduce {call.name!r}: {error}") from None
     size = call.set_state.group.size if reduction is Average else 1
-    handle = _start(call, tensor.detach())
 
-    def result() -> torch.Tensor:
-        indices, values = handle.result()
+    def scale(values: torch.Tensor) -> torch.Tensor:
         # Whole numbers are truncated toward zero, entry by entry.
         rounding = None if values.is_floating_point() or values.is_complex() else "trunc"
-        scaled = values if size == 1 else torch.div(values, size, rounding_mode=rounding)
-        return _assemble(indices, scaled, tensor.shape)
+        return values if size == 1 else torch.div(values, size, rounding_mode=rounding)
 
-    return result
+    return _start(call, tensor.detach(), scale)
 
 
 def start_sparse_sum(
@@ -67,14 +63,9 @@ def start_sparse_sum(
     """Start gathering; a dense tensor (a stand-in of zeros) contributes nothing. Collective."""
     _checked(f"gradient {name!r}", settings.op)
     own = tensor.detach() if tensor.is_sparse else empty_like_sparse(tensor)
-    shape, factor = tensor.shape, settings.factor
-    handle = _start(begin("sparse_allreduce", name, process_set), own.coalesce())
-
-    def result() -> torch.Tensor:
-        indices, values = handle.result()
-        return _assemble(indices, values * factor, shape).coalesce()
-
-    return result
+    factor = settings.factor
+    result = _start(begin("sparse_allreduce", name, process_set), own.coalesce(), lambda values: values * factor)
+    return lambda: result().coalesce()
 
 
 def empty_like_sparse(tensor: torch.Tensor) -> torch.Tensor:
@@ -90,12 +81,17 @@ def _checked(what: str, op: ReduceOp) -> ReduceOp:
     return op
 
 
-def _start(call: Call, tensor: torch.Tensor) -> Handle:
+def _start(
+    call: Call, tensor: torch.Tensor, scale: Callable[[torch.Tensor], torch.Tensor]
+) -> Callable[[], torch.Tensor]:
     """Gather both parts of a sparse tensor: one row for each entry, so only the first dimension may differ."""
+    shape = tensor.shape
     rows = [tensor._indices().t().contiguous(), tensor._values()]
-    return start_gather(call, rows, detail=tuple(tensor.shape))
+    handle = start_gather(call, rows, detail=tuple(shape))
 
+    def result() -> torch.Tensor:
+        indices, values = handle.result()
+        # Without checks: torch warns about every sparse tensor that is made without saying whether to check it.
+        return torch.sparse_coo_tensor(indices.t(), scale(values), shape, check_invariants=False, device=values.device)
 
-def _assemble(indices: torch.Tensor, values: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-    # Without checks: torch warns about every sparse tensor that is made without saying whether to check it.
-    return torch.sparse_coo_tensor(indices.t(), values, shape, check_invariants=False, device=values.device)
+    return result

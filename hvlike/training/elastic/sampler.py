@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils.data import Sampler
 
-from hvlike.collectives.api.allgather import allgather
+from hvlike.collectives.api.gather_scatter import allgather
 from hvlike.collectives.session.basics import rank, size
 
 

@@ -6,7 +6,7 @@ from types import ModuleType
 import torch
 from torch import Tensor, nn
 
-from hvlike.collectives.api.allgather import allgather
+from hvlike.collectives.api.gather_scatter import allgather
 
 SAMPLES = 36
 """Divisible by 1, 2, 3 and 4 ranks, and each share again by 3 passes: all parts have the same weight."""

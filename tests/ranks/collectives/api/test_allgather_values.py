@@ -6,7 +6,7 @@ import pytest
 import torch
 from support.collectives.inputs import DTYPES, LAYOUTS, chunk_shapes, contribution
 
-from hvlike.collectives.api.allgather import allgather, allgather_async
+from hvlike.collectives.api.gather_scatter import allgather, allgather_async
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

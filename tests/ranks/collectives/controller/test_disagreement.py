@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from hvlike.collectives.api.allgather import allgather
+from hvlike.collectives.api.gather_scatter import allgather
 from hvlike.errors import DeadlockError, HorovodInternalError, MismatchError, ShapeMismatchError, UsageError
 
 pytestmark = pytest.mark.mpi(min_size=2)

@@ -11,7 +11,7 @@ from support.collectives.inputs import DTYPES, LAYOUTS, OPS, contribution, defin
 from torch import Tensor
 
 from hvlike import broadcast_async, broadcast_async_
-from hvlike.collectives.api.allgather import allgather_async
+from hvlike.collectives.api.gather_scatter import allgather_async
 
 SHAPES = st.sampled_from([(), (0,), (1,), (5,), (3, 0, 2), (3, 4), (2, 3, 4, 5), (129, 67), (70_001,)])
 FORMS = st.sampled_from(["allreduce", "allreduce_", "grouped", "grouped_", "broadcast", "broadcast_", "allgather"])

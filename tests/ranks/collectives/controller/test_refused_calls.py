@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from hvlike.collectives.api.allgather import allgather
+from hvlike.collectives.api.gather_scatter import allgather
 from hvlike.errors import DuplicateNameError, UsageError
 
 REFUSED: dict[str, tuple[Callable[[ModuleType], Any], str]] = {

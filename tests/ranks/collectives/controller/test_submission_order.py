@@ -10,7 +10,7 @@ import pytest
 import torch
 from support.collectives.inputs import DTYPES, contribution, reduced, same
 
-from hvlike.collectives.api.allgather import allgather, allgather_async
+from hvlike.collectives.api.gather_scatter import allgather, allgather_async
 
 SUMMABLE = tuple(dtype for dtype in DTYPES if dtype is not torch.bool)
 

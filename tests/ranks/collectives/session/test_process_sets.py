@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hvlike import ProcessSet
-from hvlike.collectives.api.allgather import allgather
+from hvlike.collectives.api.gather_scatter import allgather
 from hvlike.errors import ShapeMismatchError, UsageError
 
 

@@ -12,7 +12,7 @@ from support.training.compressed import Run
 from support.training.problem import same_on_all_ranks
 from torch import Tensor
 
-from hvlike.collectives.api.allgather import allgather
+from hvlike.collectives.api.gather_scatter import allgather
 from hvlike.collectives.compression import Compressor, Exchange, PowerSGD, StatefulCompressor, TopK
 from hvlike.errors import HorovodInternalError, MismatchError, UsageError
 from hvlike.transport.loop.coroutine import Coroutine

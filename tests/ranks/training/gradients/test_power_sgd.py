@@ -9,7 +9,7 @@ from support.training.compressed import Run, mean
 from support.training.problem import same_on_all_ranks
 from torch import Tensor
 
-from hvlike.collectives.api.allgather import allgather
+from hvlike.collectives.api.gather_scatter import allgather
 from hvlike.collectives.compression import PowerSGD
 from hvlike.collectives.compression.power_sgd import random_matrix
 

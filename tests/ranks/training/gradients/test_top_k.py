@@ -8,7 +8,7 @@ import torch
 from support.training.compressed import Run, mean
 from support.training.problem import same_on_all_ranks
 
-from hvlike.collectives.api.allgather import allgather
+from hvlike.collectives.api.gather_scatter import allgather
 from hvlike.collectives.compression import TopK
 from hvlike.errors import UsageError
 
