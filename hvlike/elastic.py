@@ -22,8 +22,8 @@ end (SIGTERM, SIGUSR1) ends at its next commit with status EXIT_PREEMPTED; `pyth
 from __future__ import annotations
 
 from hvlike.errors import HorovodInternalError, HostsUpdatedInterrupt
-from hvlike.training.elastic.preemption import preempted
-from hvlike.training.elastic.random_state import RandomState
+from hvlike.training.elastic.durable import preempted
+from hvlike.training.elastic.local_parts import RandomState
 from hvlike.training.elastic.run import run
 from hvlike.training.elastic.sampler import ElasticSampler
 from hvlike.training.elastic.state import ObjectState, State, TorchState

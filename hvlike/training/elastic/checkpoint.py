@@ -20,8 +20,8 @@ from hvlike.collectives.session.context import current
 from hvlike.errors import CheckpointError, UsageError
 from hvlike.training.distributed_optimizer import DistributedOptimizer
 from hvlike.training.elastic.checkpoint_files import CheckpointFile, list_files, prune, read, write
+from hvlike.training.elastic.local_parts import unwrapped
 from hvlike.training.elastic.local_state import may_be_lost
-from hvlike.training.elastic.module_buffers import unwrapped
 
 
 def gather_optimizer_state(optimizer: DistributedOptimizer, root_rank: int = 0) -> dict[str, Any] | None:

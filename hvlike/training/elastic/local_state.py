@@ -22,7 +22,7 @@ from hvlike.backends.base import Backend
 from hvlike.collectives.api.broadcast import broadcast_
 from hvlike.collectives.api.objects import allgather_object
 from hvlike.collectives.session.basics import rank, size
-from hvlike.training.elastic.flat_state import flatten_state, read_state, resized
+from hvlike.training.elastic.copies import flatten_state, read_state, resized
 from hvlike.training.gradients.optimizer_wrapper import DelegatingOptimizer
 from hvlike.training.gradients.planned_queue import PlannedQueue
 from hvlike.transport.loop.coroutine import Coroutine

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
-from hvlike.training.elastic.flat_state import flatten_state
+from hvlike.training.elastic.copies import flatten_state
 from hvlike.training.elastic.local_state import Commit, LocalState, LocalStates
 
 COMMIT = 7

@@ -16,8 +16,8 @@ from hvlike.errors import HorovodInternalError, HostsUpdatedInterrupt
 from hvlike.training.elastic import local_state
 from hvlike.training.elastic.checkpoint import save_all
 from hvlike.training.elastic.checkpoint_files import list_files
+from hvlike.training.elastic.local_parts import ModuleBuffers
 from hvlike.training.elastic.local_state import find_sources
-from hvlike.training.elastic.module_buffers import ModuleBuffers
 
 STEPS = 5
 

@@ -5,7 +5,7 @@ from itertools import combinations
 import pytest
 import torch
 
-from hvlike.training.elastic.flat_state import flatten_state, read_state
+from hvlike.training.elastic.copies import flatten_state, read_state
 from hvlike.training.elastic.local_state import ArrivingStates, Held, find_sources
 
 
