@@ -32,7 +32,7 @@ from hvlike.training.gradients.parameters import (
     options_of,
 )
 from hvlike.training.gradients.reduction import Reduction, registered_set
-from hvlike.training.join import Join, JoinContext
+from hvlike.training.join import Join
 from hvlike.training.joinable import BuiltInJoinable
 
 
@@ -304,9 +304,9 @@ class DistributedOptimizer(DelegatingOptimizer, BuiltInJoinable):
                 f"are being reduced. Call optimizer.step() in the same iteration, on every rank. {usage_errors.DROP}"
             )
 
-    def _join_ends(self, context: JoinContext) -> None:
+    def _join_ends(self, context: Join) -> None:
         self._gradients.divides_by_active = False
-        if not context.absent:
+        if not context._absent:
             return
         root, process_set, groups = context.authority, self._gradients.reduction.process_set, self._wrapped.param_groups
         parameters = [parameter for group in groups for parameter in group["params"]]

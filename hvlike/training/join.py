@@ -1,4 +1,4 @@
-"""Join: the context manager that lets ranks have different numbers of inputs, and what it does on one rank.
+"""Join: the context manager that lets ranks have different numbers of inputs.
 
 A heartbeat is one number that is summed up over the ranks in each iteration: 1 from ranks with inputs, 0 from others.
 It is needed where a Joinable of the user's own communicates, and to throw on early termination. hvlike's own joinables
@@ -31,53 +31,159 @@ from hvlike.collectives.session.context import current
 from hvlike.errors import HorovodInternalError, InputsExhaustedError, JoinError, NotJoinableError, UsageError
 from hvlike.training.gradients.reduction import ranks_of_group
 from hvlike.training.gradients.usage_errors import warn_user
-from hvlike.training.joinable import BuiltInHook, Joinable, JoinConfig, JoinHook
+from hvlike.training.joinable import BuiltInHook, Joinable, JoinConfig
 
 WARN_THRESHOLD = 1000  # Iterations that a rank may miss without a warning
 
 
-class JoinContext:
-    """What one rank does in a context, from the first line of its body until all ranks have left it."""
+def _sum(handle: Handle) -> int:
+    return int(handle.result().item())
 
-    def __init__(self, hooks: Sequence[JoinHook], process_set: ProcessSet | None, what: str, *, throws: bool) -> None:
-        """`what` names the joinables in errors; with `throws` all ranks leave when the first one has no inputs."""
-        self.process_set = process_set
-        self.authority = -1  # The rank of the job whose state all take over: the highest that has missed no iteration
-        self.absent = False  # Some rank has missed an iteration. In post hooks.
-        self._hooks = list(hooks)
-        self._built_in = [each for each in hooks if isinstance(each, BuiltInHook)]
-        self._what = what
-        self._throws = throws
-        self._thrown = False
-        self._rank = current().world.rank
-        self._set_state = current().find_set(process_set, "Join")
+
+def early_termination() -> RuntimeError:
+    return RuntimeError("Detected at least one rank that exhausted inputs. Throwing across all ranks.")
+
+
+class Join:
+    """Let the ranks of a process set have different numbers of inputs.
+
+    A rank that has ended the body takes part in the reductions of the others until all have; then the hooks of the
+    joinables make the ranks equal. hvlike's own joinables (DistributedOptimizer, DistributedDataParallel,
+    ZeroRedundancyOptimizer) cost no message in an iteration. With one of your own, or with throw_on_early_termination,
+    the first joinable sums up one number over the ranks in each iteration.
+
+    Making and entering it is local; leaving it is collective over the process set, and blocks. On a rank outside of
+    the process set it does nothing. An exception in the body leaves the context on all ranks: unchanged on the rank
+    that raises it, as JoinError, which names that rank, on the others.
+
+    Args:
+        joinables: At least one, the same on every rank. Their hooks run in this order.
+        enable: False makes the context do nothing, for inputs that are known to be even.
+        throw_on_early_termination: End on all ranks, with RuntimeError, as soon as one has no more inputs.
+        kwargs: Passed to every `join_hook`.
+
+    Raises:
+        UsageError: (a ValueError) No joinables, several process sets, or joinables that are in a context already.
+        JoinError: Another rank has left the context with an exception.
+        RuntimeError: With throw_on_early_termination, a rank has no more inputs.
+
+    Example:
+        with Join([model, optimizer]):
+            for batch in batches:
+                train(batch)
+
+    Source: torch.distributed.algorithms.join.Join.
+    """
+
+    def __init__(
+        self,
+        joinables: Sequence[Joinable],
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        self._joinables = list(joinables)
+        if not self._joinables:
+            raise UsageError("The join context manager requires at least one joinable")
+        for joinable in self._joinables:
+            if not isinstance(joinable, Joinable):
+                raise UsageError(f"Join expects instances of hvlike.join.Joinable, got {type(joinable).__name__}.")
+        if len({id(joinable) for joinable in self._joinables}) < len(self._joinables):
+            raise UsageError("Join was given the same joinable twice. List each once.")
+        self._process_set = _common_process_set(self._joinables)
+        self._hooks = [joinable.join_hook(**kwargs) for joinable in self._joinables]
+        self._built_in = [each for each in self._hooks if isinstance(each, BuiltInHook)]
         planned = len(self._built_in) == len(self._hooks) and all(each.main is None for each in self._built_in)
-        self._beats = throws or not planned
-        self._heartbeats = 0
+        self._enable = enable
+        self._throws = throw_on_early_termination
+        self._beats = self._throws or not planned
+        self._what = ", ".join(type(joinable).__name__ for joinable in self._joinables)
+        self._inside = False
+        self._authority = -1
+
+    @property
+    def authority(self) -> int:
+        """The rank of the job whose state all have taken over, after the context: the highest that missed no iteration.
+
+        Where the context does nothing, the highest rank of the process set.
+        """
+        return self._authority if self._authority >= 0 else (self._process_set.ranks or [0])[-1]
+
+    def __enter__(self) -> Join:
+        """Begin the body. Local."""
+        if not self._enable or not self._process_set.included():
+            return self
+        for joinable in self._joinables:
+            if getattr(joinable, "_join_context", None) is not None:
+                raise UsageError(f"{type(joinable).__name__} is in a Join context already. Leave that one first.")
+        self._rank = current().world.rank
+        self._set_state = current().find_set(self._process_set, "Join")
         self._contexts = self._set_state.rounds
-        self._warned = False
         self._number = number = self._contexts.enter()
         current().fabric.loop.perform(lambda: self._contexts.begin(number))
+        self._inside = True
+        self._authority = -1
+        self._absent = False  # Some rank has missed an iteration. In post hooks.
+        self._thrown = self._warned = False
+        self._heartbeats = 0
+        for place, joinable in enumerate(self._joinables):
+            joinable._join_config = JoinConfig(True, self._throws, place == 0)
+            joinable._join_context = self
+        try:
+            for hook in self._built_in:
+                hook.joinable._join_begins(divides_by_active=hook.divides_by_active)
+        except BaseException as error:
+            self._leave(error)
+            raise
+        return self
 
-    def begin(self) -> None:
-        for hook in self._built_in:
-            hook.joinable._join_begins(divides_by_active=hook.divides_by_active)
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """End the body: see the class. Collective over the process set; blocks."""
+        if not self._inside:
+            return
+        if value is None:
+            try:
+                self._finish()
+            except BaseException as failure:
+                self._leave(failure)
+                raise
+        self._leave(value)
 
     # In the body
 
-    def notify(self, *, first: bool) -> Handle | None:
-        """Note that this rank has inputs; `first`: for the first joinable. Return the heartbeat, if there is one."""
-        if not self._beats:
+    @staticmethod
+    def notify_join_context(joinable: Joinable) -> Handle | None:
+        """Tell the context that this rank has inputs, in each iteration before the collective operations of a Joinable.
+
+        Collective in effect. Blocks only where the context throws on early termination.
+
+        Args:
+            joinable: The caller.
+
+        Returns:
+            The handle of the sum over the ranks, where this is the first joinable and a sum is needed; else None.
+
+        Raises:
+            RuntimeError: On early termination.
+            JoinError: Another rank has left the context with an exception.
+            AssertionError: The Joinable has not called the constructor of its base class.
+        """
+        if not hasattr(joinable, "_join_config"):
+            raise NotJoinableError(f"Check that the {type(joinable)} constructor calls the ``Joinable`` constructor")
+        context = joinable._join_context
+        if context is None or not context._beats:
             # A planned reduction finds a failed rank by itself, in the same step on every rank.
             return None
-        self._contexts.check()
-        if self._thrown:
+        context._contexts.check()
+        if context._thrown:
             raise early_termination()
-        if not first:
+        if not joinable._join_config.is_first_joinable:
             return None
-        handle = self._heartbeat(active=True)
-        if self._throws and _sum(handle) < self._set_state.group.size:
-            self._thrown = True
+        handle = context._heartbeat(active=True)
+        if context._throws and _sum(handle) < context._set_state.group.size:
+            context._thrown = True
             raise early_termination()
         return handle
 
@@ -91,11 +197,11 @@ class JoinContext:
         _, name = self._next_heartbeat
         self._heartbeats += 1
         mine = torch.tensor([float(active)], device="cpu")
-        return allreduce_async(mine, name=name, op=ReduceOp.SUM, process_set=self.process_set)
+        return allreduce_async(mine, name=name, op=ReduceOp.SUM, process_set=self._process_set)
 
     # After the body
 
-    def finish(self) -> None:
+    def _finish(self) -> None:
         """Take part in iterations of other ranks until none has inputs, then run the hooks. Collective; blocks."""
         if self._thrown:
             raise early_termination()
@@ -112,11 +218,11 @@ class JoinContext:
         is_last_joiner = not missed
         mine = torch.tensor([self._rank if is_last_joiner else -1, int(not is_last_joiner)], device="cpu")
         agreement = f"Join.{self._number}.agreement"
-        agreed = allreduce_async(mine, name=agreement, op=ReduceOp.MAX, process_set=self.process_set).result()
+        agreed = allreduce_async(mine, name=agreement, op=ReduceOp.MAX, process_set=self._process_set).result()
         authority, absent = agreed.tolist()
         # Where every rank has missed an iteration, the one that joined last counts.
-        self.authority = authority if authority >= 0 else last
-        self.absent = bool(absent)
+        self._authority = authority if authority >= 0 else last
+        self._absent = bool(absent)
         for each in self._hooks:
             if isinstance(each, BuiltInHook):
                 each.joinable._join_ends(self)
@@ -176,8 +282,17 @@ class JoinContext:
 
     # The end
 
-    def leave(self, error: BaseException | None) -> None:
+    def _leave(self, error: BaseException | None) -> None:
         """Leave together with all other ranks; `error` is what this rank raises. Collective over the set; blocks."""
+        self._inside = False
+        try:
+            self._leave_with_all(error)
+        finally:
+            for joinable in self._joinables:
+                joinable._join_config = JoinConfig.construct_disabled_join_config()
+                joinable._join_context = None
+
+    def _leave_with_all(self, error: BaseException | None) -> None:
         controller = self._set_state.controller
         if error is not None and not isinstance(error, JoinError) and not self._thrown:
             failure = JoinFailure(self._describe(error), self._set_state.proxies.steps())
@@ -212,147 +327,6 @@ class JoinContext:
             f"Rank {self._rank} has left the Join context of {self._what} with {text}. All ranks have left it. They "
             "may have made different numbers of steps: broadcast one rank's parameters before you go on."
         )
-
-
-def _sum(handle: Handle) -> int:
-    return int(handle.result().item())
-
-
-def early_termination() -> RuntimeError:
-    return RuntimeError("Detected at least one rank that exhausted inputs. Throwing across all ranks.")
-
-
-class Join:
-    """Let the ranks of a process set have different numbers of inputs.
-
-    A rank that has ended the body takes part in the reductions of the others until all have; then the hooks of the
-    joinables make the ranks equal. hvlike's own joinables (DistributedOptimizer, DistributedDataParallel,
-    ZeroRedundancyOptimizer) cost no message in an iteration. With one of your own, or with throw_on_early_termination,
-    the first joinable sums up one number over the ranks in each iteration.
-
-    Making and entering it is local; leaving it is collective over the process set, and blocks. On a rank outside of
-    the process set it does nothing. An exception in the body leaves the context on all ranks: unchanged on the rank
-    that raises it, as JoinError, which names that rank, on the others.
-
-    Args:
-        joinables: At least one, the same on every rank. Their hooks run in this order.
-        enable: False makes the context do nothing, for inputs that are known to be even.
-        throw_on_early_termination: End on all ranks, with RuntimeError, as soon as one has no more inputs.
-        kwargs: Passed to every `join_hook`.
-
-    Raises:
-        UsageError: (a ValueError) No joinables, several process sets, or joinables that are in a context already.
-        JoinError: Another rank has left the context with an exception.
-        RuntimeError: With throw_on_early_termination, a rank has no more inputs.
-
-    Example:
-        with Join([model, optimizer]):
-            for batch in batches:
-                train(batch)
-
-    Source: torch.distributed.algorithms.join.Join.
-    """
-
-    def __init__(
-        self,
-        joinables: Sequence[Joinable],
-        enable: bool = True,
-        throw_on_early_termination: bool = False,
-        **kwargs: Any,
-    ) -> None:
-        self._joinables = list(joinables)
-        if not self._joinables:
-            raise UsageError("The join context manager requires at least one joinable")
-        for joinable in self._joinables:
-            if not isinstance(joinable, Joinable):
-                raise UsageError(f"Join expects instances of hvlike.join.Joinable, got {type(joinable).__name__}.")
-        if len({id(joinable) for joinable in self._joinables}) < len(self._joinables):
-            raise UsageError("Join was given the same joinable twice. List each once.")
-        self._process_set = _common_process_set(self._joinables)
-        self._join_hooks = [joinable.join_hook(**kwargs) for joinable in self._joinables]
-        self._enable = enable
-        self._throw_on_early_termination = throw_on_early_termination
-        self._context: JoinContext | None = None
-        self._authority = -1
-
-    @property
-    def authority(self) -> int:
-        """The rank of the job whose state all have taken over, after the context: the highest that missed no iteration.
-
-        Where the context does nothing, the highest rank of the process set.
-        """
-        return self._authority if self._authority >= 0 else (self._process_set.ranks or [0])[-1]
-
-    def __enter__(self) -> Join:
-        """Begin the body. Local."""
-        if not self._enable or not self._process_set.included():
-            return self
-        for joinable in self._joinables:
-            if getattr(joinable, "_join_context", None) is not None:
-                raise UsageError(f"{type(joinable).__name__} is in a Join context already. Leave that one first.")
-        what = ", ".join(type(joinable).__name__ for joinable in self._joinables)
-        throws = self._throw_on_early_termination
-        context = self._context = JoinContext(self._join_hooks, self._process_set, what, throws=throws)
-        for number, joinable in enumerate(self._joinables):
-            joinable._join_config = JoinConfig(True, throws, number == 0)
-            joinable._join_context = context
-        try:
-            context.begin()
-        except BaseException as error:
-            self._leave(error)
-            raise
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        """End the body: see the class. Collective over the process set; blocks."""
-        if self._context is None:
-            return
-        error = value
-        if error is None:
-            try:
-                self._context.finish()
-            except BaseException as failure:
-                self._leave(failure)
-                raise
-        self._leave(error)
-
-    def _leave(self, error: BaseException | None) -> None:
-        context, self._context = self._context, None
-        if context is None:
-            return
-        self._authority = context.authority
-        try:
-            context.leave(error)
-        finally:
-            for joinable in self._joinables:
-                joinable._join_config = JoinConfig.construct_disabled_join_config()
-                joinable._join_context = None
-
-    @staticmethod
-    def notify_join_context(joinable: Joinable) -> Handle | None:
-        """Tell the context that this rank has inputs, in each iteration before the collective operations of a Joinable.
-
-        Collective in effect. Blocks only where the context throws on early termination.
-
-        Args:
-            joinable: The caller.
-
-        Returns:
-            The handle of the sum over the ranks, where this is the first joinable and a sum is needed; else None.
-
-        Raises:
-            RuntimeError: On early termination.
-            JoinError: Another rank has left the context with an exception.
-            AssertionError: The Joinable has not called the constructor of its base class.
-        """
-        if not hasattr(joinable, "_join_config"):
-            raise NotJoinableError(f"Check that the {type(joinable)} constructor calls the ``Joinable`` constructor")
-        context = joinable._join_context
-        if context is None:
-            return None
-        return context.notify(first=joinable._join_config.is_first_joinable)
 
 
 def _common_process_set(joinables: Sequence[Joinable]) -> ProcessSet:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from hvlike.collectives.requests.process_set import ProcessSet, global_process_set
 
 if TYPE_CHECKING:
-    from hvlike.training.join import JoinContext
+    from hvlike.training.join import Join
 
 
 class JoinConfig(NamedTuple):
@@ -57,7 +57,7 @@ class Joinable(ABC):
     """
 
     _join_config: JoinConfig
-    _join_context: JoinContext | None
+    _join_context: Join | None
 
     @abstractmethod
     def __init__(self) -> None:
@@ -118,7 +118,7 @@ class BuiltInJoinable(Joinable):
     def _join_fails(self) -> None:
         """The context was left in the middle of a step, here or elsewhere: forget that step. Local."""
 
-    def _join_ends(self, context: JoinContext) -> None:
+    def _join_ends(self, context: Join) -> None:
         """All ranks take over one rank's state. Collective; blocks."""
 
     def _unplanned(self) -> Callable[[], object] | None:

@@ -34,7 +34,7 @@ from hvlike.training.ddp.module_gradients import ModuleGradients
 from hvlike.training.ddp.module_sync import BufferSync, verify_and_broadcast
 from hvlike.training.gradients.reduction import Reduction, load_local_memory, local_memory
 from hvlike.training.gradients.usage_errors import warn_user
-from hvlike.training.join import Join, JoinContext
+from hvlike.training.join import Join
 from hvlike.training.joinable import BuiltInJoinable, JoinConfig
 
 OWNER = "DistributedDataParallel"
@@ -327,7 +327,7 @@ class DistributedDataParallel(nn.Module, BuiltInJoinable):
     def join_device(self) -> torch.device:
         return self.device
 
-    def _join_ends(self, context: JoinContext) -> None:
+    def _join_ends(self, context: Join) -> None:
         self._gradients.divides_by_active = False
         buffers = self._named_buffers() if self.forward_sync_buffers else {}
         module, ranks = {**self._parameters_to_train(), **buffers}, self._gradients.reduction.process_set

@@ -30,7 +30,7 @@ from hvlike.training.gradients.parameters import (
 )
 from hvlike.training.gradients.planned_queue import PlannedQueue
 from hvlike.training.gradients.reduction import ranks_of_group
-from hvlike.training.join import Join, JoinContext
+from hvlike.training.join import Join
 from hvlike.training.joinable import BuiltInJoinable
 from hvlike.training.zero.exchange import (
     GradientReduction,
@@ -404,9 +404,9 @@ class ZeroRedundancyOptimizer(ShardedState, BuiltInJoinable):
     def _join_fails(self) -> None:
         self._steps.divides_by_active = self._steps.is_reduced = self.is_absent = False
 
-    def _join_ends(self, context: JoinContext) -> None:
+    def _join_ends(self, context: Join) -> None:
         self._join_fails()
-        if context.absent:
+        if context._absent:
             told = broadcast_object(options_of(self._groups), context.authority, process_set=self.process_set)
             copy_options(told, self._groups)
             copy_options(told, self.optim.param_groups)
