@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -23,7 +24,7 @@ from hvlike.training.gradients import usage_errors
 from hvlike.training.gradients.adasum_deltas import AdasumDeltas
 from hvlike.training.gradients.grad_state import Phase
 from hvlike.training.gradients.gradients import Gradients
-from hvlike.training.gradients.optimizer_wrapper import DelegatingOptimizer, after, is_read_by_grad_scaler, reduce_loss
+from hvlike.training.gradients.optimizer_wrapper import DelegatingOptimizer, is_read_by_grad_scaler, reduce_loss
 from hvlike.training.gradients.parameters import (
     check_all_named,
     check_groups,
@@ -171,7 +172,7 @@ class DistributedOptimizer(DelegatingOptimizer, BuiltInJoinable):
         with self._gradients.stepping():
             if closure is None:
                 return self._wrapped.step(**kwargs)
-            return self._wrapped.step(after(closure, self._after_closure), **kwargs)
+            return self._wrapped.step(partial(self._evaluate, closure), **kwargs)
 
     @untraced
     def synchronize(self) -> None:
@@ -358,8 +359,8 @@ class DistributedOptimizer(DelegatingOptimizer, BuiltInJoinable):
         if self._reduced_by_user:
             self._reduced_by_user = False
 
-    def _after_closure(self, loss: Any) -> Any:
-        gradients = self._gradients
+    def _evaluate(self, closure: Callable[[], Any]) -> Any:
+        loss, gradients = closure(), self._gradients
         self._before_step()
         if gradients.reduction.of_deltas or gradients.reduction.is_local(current()):
             return loss

@@ -1,9 +1,9 @@
-"""For optimizers that wrap another one: delegation, closures whose loss is that of all ranks, and GradScalers."""
+"""For optimizers that wrap another one: delegation, the loss of all ranks, and GradScalers."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from copy import deepcopy
 from typing import Any, ClassVar
 
@@ -161,13 +161,6 @@ def reduce_loss(loss: Any, op: ReduceOp, process_set: ProcessSet | None) -> Any:
     if isinstance(loss, (int, float)) and not isinstance(loss, bool):
         return float(allreduce(torch.tensor(loss, dtype=torch.float64, device="cpu"), op=op, process_set=process_set))
     return loss
-
-
-def after(closure: Callable[[], Any], finish: Callable[[Any], Any]) -> Callable[[], Any]:
-    def evaluate() -> Any:
-        return finish(closure())
-
-    return evaluate
 
 
 def is_read_by_grad_scaler() -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 from weakref import WeakMethod
 
@@ -19,7 +20,7 @@ from hvlike.collectives.requests.process_set import ProcessSet
 from hvlike.collectives.requests.request import order_in_memory
 from hvlike.collectives.session.context import current
 from hvlike.errors import StateError, UsageError
-from hvlike.training.gradients.optimizer_wrapper import after, is_read_by_grad_scaler
+from hvlike.training.gradients.optimizer_wrapper import is_read_by_grad_scaler
 from hvlike.training.gradients.parameters import (
     GroupOptions,
     copy_options,
@@ -159,7 +160,7 @@ class ZeroRedundancyOptimizer(ShardedState, BuiltInJoinable):
                 warn_if_gradients_differ(self._queue.name, gradients, self.process_set, warns=self.rank == 0)
             self._reduce()
         elif self.reduces_gradients:
-            closure = after(closure, self._after_closure)
+            closure = partial(self._evaluate, closure)
         result = self.step_share(closure, kwargs)
         self.share(kwargs)
         return result
@@ -217,7 +218,8 @@ class ZeroRedundancyOptimizer(ShardedState, BuiltInJoinable):
                 "then clip, then step; to start anew call optimizer.zero_grad()."
             )
 
-    def _after_closure(self, loss: Any) -> Any:
+    def _evaluate(self, closure: Callable[[], Any]) -> Any:
+        loss = closure()
         self._steps.is_reduced = False
         self._reduce()
         return loss
