@@ -4,7 +4,12 @@ A compressor is anything with the two methods of `Compressor`: an object, or a c
 in Horovod. Those that need more than one round of communication, or a memory, are `StatefulCompressor`s.
 """
 
-from hvlike.collectives.compression.choice import Compression, check_compressed_op, check_compressor
+from hvlike.collectives.compression.choice import (
+    Compression,
+    check_compressed_op,
+    check_compressor,
+    describe_compressor,
+)
 from hvlike.collectives.compression.compressor import (
     CastCompressor,
     CompressionStats,
@@ -21,4 +26,4 @@ from hvlike.collectives.compression.top_k import TopK
 
 __all__ = ["CastCompressor", "Compression", "CompressionStats", "Compressor", "CompressorLike", "NoneCompressor"]
 __all__ += ["Exchange", "Mark", "PowerSGD", "StatefulCompressor", "TopK", "merge_marks"]
-__all__ += ["check_compressed_op", "check_compressor"]
+__all__ += ["check_compressed_op", "check_compressor", "describe_compressor"]

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
-from torch import Tensor
 
 from hvlike.backends.arithmetic.reduce_op import ReduceOp, op_name
 from hvlike.collectives.compression.compressor import (
@@ -35,38 +34,27 @@ class Compression:
     TopK: ClassVar[type[TopK]] = TopK
 
 
-class AdaptedCompressor(Compressor):
-    """A compressor that does not derive from Compressor, shown by a text that is the same on every rank."""
-
-    def __init__(self, inner: CompressorLike) -> None:
-        self.inner = inner
-
-    def compress(self, tensor: Tensor) -> tuple[Tensor, Any]:
-        return self.inner.compress(tensor)
-
-    def decompress(self, tensor: Tensor, ctx: Any) -> Tensor:
-        return self.inner.decompress(tensor, ctx)
-
-    def __repr__(self) -> str:
-        described = self.inner if isinstance(self.inner, type) else type(self.inner)
-        return f"{described.__module__}.{described.__qualname__}"
-
-
-def check_compressor(compression: object) -> Compressor:
-    """Return `compression` as a Compressor. Raises: UsageError where it cannot compress and decompress."""
+def check_compressor(compression: object) -> CompressorLike:
+    """Return `compression`. Raises: UsageError where it cannot compress and decompress."""
     if isinstance(compression, type) and issubclass(compression, StatefulCompressor):
         raise UsageError(
             f"compression must be a compressor, got the class {compression.__name__}; make one: "
             f"{compression.__name__}(...)."
         )
-    if isinstance(compression, Compressor):
+    if isinstance(compression, (Compressor, CompressorLike)):
         return compression
-    if isinstance(compression, CompressorLike):
-        return AdaptedCompressor(compression)
     raise UsageError(
         f"compression must have the methods compress(tensor) -> (tensor, ctx) and decompress(tensor, ctx), like "
         f"hvlike.Compression.none, .fp16 and .bf16; got {compression!r}."
     )
+
+
+def describe_compressor(compression: CompressorLike) -> str:
+    """Return a text that is the same on every rank that was given the same, which is what ranks compare."""
+    if isinstance(compression, Compressor):
+        return repr(compression)
+    described = compression if isinstance(compression, type) else type(compression)
+    return f"{described.__module__}.{described.__qualname__}"
 
 
 def check_compressed_op(compression: object, op: ReduceOp) -> None:

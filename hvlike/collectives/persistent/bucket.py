@@ -31,6 +31,7 @@ from hvlike.collectives.compression import (
     CompressorLike,
     NoneCompressor,
     StatefulCompressor,
+    describe_compressor,
 )
 from hvlike.collectives.compression.compressor import Exchange, Packers
 from hvlike.collectives.requests.reduction import Operand, arithmetic_of, is_dense, reduce_operands, row_by_row
@@ -242,7 +243,7 @@ class ReductionSettings:
 
     def describe(self) -> tuple[Any, ...]:
         """What must be equal on all ranks, as plain values."""
-        return (op_name(self.op), self.prescale, self.postscale, repr(self.compression))
+        return (op_name(self.op), self.prescale, self.postscale, describe_compressor(self.compression))
 
 
 class Bucket:

@@ -147,7 +147,7 @@ class Reduction:
             process_set=self.process_set,
             prescale=1.0 / self.predivide_factor,
             postscale=self.predivide_factor,
-            compression=check_compressor(self.compression),
+            compression=self.compression,
             groups=group_indices(self.groups, parameters),
         )
         if self.bucket_bytes is not None:
