@@ -81,12 +81,7 @@ def checksum_of(tensor: Tensor) -> int:
 
 
 def describe_difference(names: Sequence[str], checksums: Sequence[Sequence[int]]) -> str:
-    """Say which parameter differs between which ranks.
-
-    Args:
-        names: Of the parameters of this rank.
-        checksums: Of the parameters of each rank, in the same order; not the same on all ranks.
-    """
+    """Say which parameter, of these names, differs between which ranks; checksums: of each rank's, in that order."""
     if len({len(each) for each in checksums}) > 1:
         return f"ranks have different numbers of parameters: {[len(each) for each in checksums]}"
     columns = list(zip(*checksums, strict=True))

@@ -31,12 +31,8 @@ def copy_into(kept: Any, state: Any) -> Any:
     The copy is as deepcopy would make it, on the same devices. Whoever loads it must copy it again: optimizers keep
     the tensors they are given, and the next copy would change those.
 
-    Args:
-        kept: An earlier copy that is given up, or None. Its tensors of fitting dtype, shape and device are written to.
-        state: Tensors and plain values in dicts, lists and tuples; all else is deep-copied.
-
-    Returns:
-        The copy.
+    kept: an earlier copy that is given up, or None; its tensors of fitting dtype, shape and device are written to.
+    state: tensors and plain values in dicts, lists and tuples; all else is deep-copied.
     """
     copier = _Copier()
     # A tensor that was made in inference mode could not be written to outside of it.

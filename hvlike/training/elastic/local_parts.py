@@ -42,21 +42,12 @@ class ModuleBuffers:
         return {name: each for name, each in self._module.named_buffers(remove_duplicate=False) if name in saved}
 
     def load_local_state_dicts(self, states: Mapping[int, dict[str, Any]], ranks_before: int) -> None:
-        """Set the buffers of this rank. Collective: all ranks.
-
-        Args:
-            states: What local_state_dict() has returned, by rank.
-            ranks_before: How many ranks there were at the commit.
-        """
+        """Set the buffers of this rank; see LocalState. Collective: all ranks."""
         if states:
             self._set(states[rank() if ranks_before == size() else 0])
 
     def consolidate_state_dict(self, to: int = 0) -> None:
-        """Have state_dict() return the buffers of all ranks. Collective: all ranks; blocks.
-
-        Args:
-            to: The rank that needs it.
-        """
+        """Have state_dict() return the buffers of all ranks on the rank `to`. Collective: all ranks; blocks."""
         own = {name: value.detach().cpu() for name, value in self.local_state_dict().items()}
         self._gathered = {"ranks": size(), "different": {}}
         if not own:
@@ -74,11 +65,7 @@ class ModuleBuffers:
         return self._gathered
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Set the buffers of this rank, if there are as many ranks as there were. Local; after that of the module.
-
-        Args:
-            state_dict: What state_dict() has returned.
-        """
+        """Set the buffers of this rank, if there are as many ranks as there were. Local; after that of the module."""
         if state_dict["ranks"] == size():
             self._set(state_dict["different"].get(rank(), {}))
 

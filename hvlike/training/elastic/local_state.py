@@ -80,10 +80,7 @@ def find_sources(told: Sequence[Sequence[Held]]) -> tuple[Held, dict[int, int]] 
     """Return the newest save of a commit, and which rank of now gives each state of it: its own, if it is there.
 
     A commit is saved again after a recovery. One of which a state is lost, or has not arrived everywhere, is only
-    returned if all are like that. None if nobody has the commit.
-
-    Args:
-        told: What each rank of now has.
+    returned if all are like that. None if nobody has the commit. `told`: what each rank of now has.
     """
     saves = {each.generation: each for held in told for each in held}
     found = []
@@ -260,13 +257,9 @@ class ArrivingStates(Mapping[int, dict[str, Any]]):
 def exchange(what: str, sends: Mapping[int, Tensor], memory: Callable[[int, int], Tensor]) -> dict[int, Tensor]:
     """Send bytes to some ranks; return what has come, by sender. Collective; blocks.
 
-    Args:
-        what: The same on every rank.
-        sends: Flat tensors of bytes in host memory, none empty, by rank.
-        memory: Makes the memory for what comes, from the sender's rank and the number of bytes.
-
-    Raises:
-        HorovodInternalError: A rank is at other work, or has left.
+    what: the same on every rank. sends: flat tensors of bytes in host memory, none empty, by rank. memory: makes that
+    for what comes, from the sender's rank and the number of bytes.
+    Raises: HorovodInternalError, if a rank is at other work or has left.
     """
     ranks = size()
     nothing = torch.empty(0, dtype=torch.uint8, device="cpu")
