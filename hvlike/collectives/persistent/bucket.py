@@ -209,9 +209,9 @@ Part = tuple[Callable[[Sequence[Any]], tuple[Any, ...]], BucketPacker]  # Choose
 class ReductionSettings:
     op: ReduceOp
     size: int
-    prescale: float
-    postscale: float
-    compression: CompressorLike
+    prescale: float = 1.0
+    postscale: float = 1.0
+    compression: CompressorLike = Compression.none
 
     def arithmetic(self, dtype: torch.dtype) -> Arithmetic:
         return arithmetic_of(dtype, self.op, self.size, self.prescale, self.postscale)

@@ -19,18 +19,16 @@ from operator import attrgetter
 
 import torch
 
-from hvlike.backends.arithmetic.reduce_op import ReduceOp
 from hvlike.backends.cuda.runtime import kind_of
 from hvlike.backends.op_queue import OpQueue
 from hvlike.collectives.api.sparse import start_sparse_sum
-from hvlike.collectives.compression import Compression, CompressorLike, Mark
+from hvlike.collectives.compression import Mark
 from hvlike.collectives.controller.trace import exposed_wait
 from hvlike.collectives.health.wait_for_graph import STEP
 from hvlike.collectives.persistent.bucket import ReductionSettings
 from hvlike.collectives.persistent.schedule import CompiledStep, Schedule, compile_step, gradient_streams_of
 from hvlike.collectives.requests.plan import BucketSizes, Entry, Plan, Proposal, choose_sizes, equal_parts
 from hvlike.collectives.requests.process_set import ProcessSet
-from hvlike.collectives.requests.reduction import Average
 from hvlike.collectives.requests.request import find_call_site, order_in_memory
 from hvlike.collectives.session.context import current
 from hvlike.collectives.session.joined_proxy import JoinedProxy, PersistentOperation, PlanProxy
@@ -50,21 +48,17 @@ class PlannedReducer(PersistentOperation):
     def __init__(
         self,
         entries: Sequence[Entry],
+        settings: ReductionSettings,
         *,
         name: str,
-        op: ReduceOp = Average,
         process_set: ProcessSet | None = None,
-        prescale: float = 1.0,
-        postscale: float = 1.0,
-        compression: CompressorLike = Compression.none,
         groups: int | Sequence[Sequence[int]] | None = None,
     ) -> None:
         """name: of no other reducer alive. groups: what is reduced together: a number of runs, or lists of entries."""
         super().__init__(name)
         self._entries = list(entries)
         self._set_state: ProcessSetState = current().find_set(process_set, "Planned reduction")
-        size = self._set_state.group.size
-        self._settings = ReductionSettings(op, size, prescale, postscale, compression)
+        self._settings = settings
         self._groups = equal_parts(len(self._entries), groups) if isinstance(groups, int) else list(groups or [])
         self._process_set = process_set
         self._marked: dict[int, torch.Tensor] = {}
@@ -147,7 +141,7 @@ class PlannedReducer(PersistentOperation):
         Returns the tensors that take the place of those that could not be reduced in place, by index.
         Raises: MismatchError when the ranks have different tensors, and all other HorovodInternalErrors.
         """
-        if self._set_state.group.size == 1 and self._settings.prescale * self._settings.postscale == 1:
+        if self._settings.size == 1 and self._settings.prescale * self._settings.postscale == 1:
             self._marked.clear()
             return {}
         if self._step >= self._look_at:

@@ -18,6 +18,7 @@ from hvlike.collectives.compression import (
     check_compressed_op,
     check_compressor,
 )
+from hvlike.collectives.persistent.bucket import ReductionSettings
 from hvlike.collectives.requests.plan import BucketSizes, Entry
 from hvlike.collectives.requests.process_set import ProcessSet, global_process_set
 from hvlike.collectives.session.context import Context, current
@@ -133,7 +134,7 @@ class Reduction:
     def reducer(
         self, name: str, names: Sequence[str], parameters: Sequence[Tensor], extra: Sequence[Entry] = ()
     ) -> PlannedReducer:
-        current()
+        size, factor = self.size(current()), self.predivide_factor
         if self.memory is not None:
             self.memory.claim(self)
         entries = [
@@ -142,12 +143,9 @@ class Reduction:
         ]
         reducer = PlannedReducer(
             [*entries, *extra],
+            ReductionSettings(self.op, size, 1.0 / factor, factor, self.compression),
             name=name,
-            op=self.op,
             process_set=self.process_set,
-            prescale=1.0 / self.predivide_factor,
-            postscale=self.predivide_factor,
-            compression=self.compression,
             groups=group_indices(self.groups, parameters),
         )
         if self.bucket_bytes is not None:

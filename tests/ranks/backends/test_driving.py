@@ -11,6 +11,7 @@ import torch
 
 from hvlike.backends.hierarchical import HierarchicalBackend
 from hvlike.backends.shared_memory.shared_backend import SharedBackend
+from hvlike.collectives.persistent.bucket import ReductionSettings
 from hvlike.collectives.requests.plan import Entry
 from hvlike.collectives.requests.reduction import Sum
 from hvlike.collectives.session.context import current
@@ -54,7 +55,7 @@ def test_no_thread_but_the_loops_driver_calls_mpi(hvd: ModuleType, ranks_per_nod
 @pytest.fixture
 def reducer(hvd: ModuleType) -> Iterator[PlannedReducer]:
     entries = [Entry(str(index), (ELEMENTS,), torch.float32, torch.device("cpu")) for index in range(3)]
-    made = PlannedReducer(entries, name="test.driving", op=Sum)
+    made = PlannedReducer(entries, ReductionSettings(Sum, hvd.size()), name="test.driving")
     yield made
     made.close()
 

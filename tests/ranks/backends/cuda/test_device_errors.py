@@ -4,6 +4,7 @@ import pytest
 import torch
 from ranks.backends.cuda.conftest import Late
 
+from hvlike.collectives.persistent.bucket import ReductionSettings
 from hvlike.collectives.requests.plan import Entry
 from hvlike.collectives.requests.reduction import Sum
 from hvlike.collectives.session.context import current
@@ -16,7 +17,8 @@ def test_an_error_of_nccl_is_raised_on_every_rank_and_a_new_queue_follows(late: 
     if late.backend != "nccl":
         pytest.skip("the other backends have no communicator")
     hvd = late.hvd
-    reducer = PlannedReducer([Entry("p", (4,), torch.float32, torch.device("cpu"))], name="failing", op=Sum)
+    entries = [Entry("p", (4,), torch.float32, torch.device("cpu"))]
+    reducer = PlannedReducer(entries, ReductionSettings(Sum, hvd.size()), name="failing")
     gradient = torch.ones(4)
     reducer.finish([gradient])
     assert torch.equal(gradient, torch.full((4,), float(hvd.size())))

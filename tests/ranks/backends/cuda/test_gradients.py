@@ -7,6 +7,7 @@ import torch
 from ranks.backends.cuda.conftest import Late
 from torch import Tensor
 
+from hvlike.collectives.persistent.bucket import ReductionSettings
 from hvlike.collectives.requests.plan import Entry
 from hvlike.collectives.requests.reduction import Average, Sum
 from hvlike.training.gradients.planned_reducer import PlannedReducer
@@ -30,7 +31,7 @@ def total(step: int, size: int, dtype: torch.dtype = torch.float32) -> list[Tens
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_gradients_of_other_streams_are_waited_for(late: Late, dtype: torch.dtype) -> None:
     device, rank, size = late.device, late.hvd.rank(), late.hvd.size()
-    reducer = PlannedReducer(entries(dtype), name=f"streams {dtype}", op=Sum)
+    reducer = PlannedReducer(entries(dtype), ReductionSettings(Sum, size), name=f"streams {dtype}")
     gradients = [torch.zeros(shape, dtype=dtype) for shape in SHAPES]
     for step in range(4):
         producers = [device.new_stream(device.home()) for _ in range(2)]
@@ -53,7 +54,7 @@ def test_gradients_of_other_streams_are_waited_for(late: Late, dtype: torch.dtyp
 
 def test_a_hook_begins_its_bucket_and_does_not_wait(late: Late) -> None:
     device, rank, size = late.device, late.hvd.rank(), late.hvd.size()
-    reducer = PlannedReducer(entries(), name="hooks", op=Average, groups=[[0, 1], [2], [3, 4]])
+    reducer = PlannedReducer(entries(), ReductionSettings(Average, size), name="hooks", groups=[[0, 1], [2], [3, 4]])
     reducer.resize(type(reducer.sizes)(1, 1))
     gradients = [torch.zeros(shape) for shape in SHAPES]
     reducer.finish(gradients)
@@ -83,7 +84,7 @@ def test_a_hook_begins_its_bucket_and_does_not_wait(late: Late) -> None:
 
 def test_gradients_that_never_arrived_are_reduced_in_finish(late: Late) -> None:
     device, rank, size = late.device, late.hvd.rank(), late.hvd.size()
-    reducer = PlannedReducer(entries(), name="late ones", op=Sum)
+    reducer = PlannedReducer(entries(), ReductionSettings(Sum, size), name="late ones")
     for step in range(3):
         stream = device.new_stream(device.home())
         with device.use(stream):
@@ -98,7 +99,7 @@ def test_gradients_that_never_arrived_are_reduced_in_finish(late: Late) -> None:
 
 def test_a_timeline_shows_the_backend_of_the_device(late: Late, tmp_path: Path) -> None:
     device, rank, size = late.device, late.hvd.rank(), late.hvd.size()
-    reducer = PlannedReducer(entries(), name="recorded", op=Sum)
+    reducer = PlannedReducer(entries(), ReductionSettings(Sum, size), name="recorded")
     path = tmp_path / f"timeline {rank}.json"
     late.hvd.start_timeline(str(path))
     try:

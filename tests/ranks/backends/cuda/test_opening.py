@@ -10,6 +10,7 @@ from support.backends.jobs import run
 from hvlike.backends.base import Backend
 from hvlike.backends.cuda.device_backend import DeviceBackend
 from hvlike.backends.cuda.opening import DeviceBackends
+from hvlike.collectives.persistent.bucket import ReductionSettings
 from hvlike.collectives.requests.plan import Entry
 from hvlike.collectives.session.context import current
 from hvlike.config import Config
@@ -93,7 +94,8 @@ def test_the_job_goes_on_where_the_backend_that_is_wanted_cannot_serve(
         with pytest.raises(LaunchError, match="no communicator could be made"):
             hvd.allreduce(torch.ones(3), name="refused")
         hvd.barrier()
-        reducer = PlannedReducer([Entry("p", (3,), torch.float32, torch.device("cpu"))], name="refused", op=hvd.Sum)
+        entries = [Entry("p", (3,), torch.float32, torch.device("cpu"))]
+        reducer = PlannedReducer(entries, ReductionSettings(hvd.Sum, hvd.size()), name="refused")
         with pytest.raises(LaunchError, match="no communicator could be made"):
             reducer.finish([torch.ones(3)])
         hvd.barrier()
