@@ -17,7 +17,7 @@ from torch._compile import _disable_dynamo as untraced
 from hvlike.backends.arithmetic.reduce_op import ReduceOp
 from hvlike.collectives.api.allreduce import allreduce
 from hvlike.collectives.requests.process_set import ProcessSet, global_process_set
-from hvlike.collectives.session.context import Context, current
+from hvlike.collectives.session.context import current
 from hvlike.errors import DataParallelError, UsageError
 from hvlike.training.broadcast import broadcast_tensors
 from hvlike.training.ddp.arguments import (
@@ -128,7 +128,7 @@ class DistributedDataParallel(nn.Module, BuiltInJoinable):
         )
         self._gradients = self._new_gradients(reduction)
         self._gradients.take_name()
-        self._buffer_sync: BufferSync | None = None
+        self._buffer_sync = BufferSync(ranks, WeakMethod(self._named_buffers))
         self._has_buffers = bool(self._named_buffers())
         self._has_hook = False
         given = {} if broadcast_buffers is False and forward_sync_buffers is None else self._named_buffers()
@@ -137,7 +137,7 @@ class DistributedDataParallel(nn.Module, BuiltInJoinable):
         if not (init_sync and given) and not reduction.is_local(context):
             self._compare_start({} if init_sync else parameters)
         if self._syncs_buffers():
-            self._find_buffers(context).agree()
+            self._buffer_sync.agree()
 
     @property
     def process_set(self) -> ProcessSet:
@@ -176,7 +176,7 @@ class DistributedDataParallel(nn.Module, BuiltInJoinable):
         state["_join_config"], state["_join_context"] = JoinConfig.construct_disabled_join_config(), None
         gradients = self._gradients
         state["_gradients"] = gradients.reduction, gradients.hook, gradients.hook_state
-        state["_buffer_sync"] = None
+        del state["_buffer_sync"]
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -184,6 +184,7 @@ class DistributedDataParallel(nn.Module, BuiltInJoinable):
         self.__dict__.update(state)
         self._gradients = self._new_gradients(reduction)
         self._gradients.reduce_by(None, hook, hook_state)
+        self._buffer_sync = BufferSync(reduction.process_set, WeakMethod(self._named_buffers))
 
     def _compare_start(self, parameters: Mapping[str, Tensor]) -> None:
         """Have the first rank warn where these, or buffers that nobody makes equal, are not the same on all ranks."""
@@ -350,7 +351,7 @@ class DistributedDataParallel(nn.Module, BuiltInJoinable):
         if not is_inside_backward():
             Join.notify_join_context(self)
         if self.require_forward_param_sync and self._syncs_buffers() and not is_inside_backward():
-            self._find_buffers(current()).sync(from_highest=self._join_config.enable)
+            self._buffer_sync.sync(from_highest=self._join_config.enable)
         if self._join_config.enable and self._gradients.hook is not None:
             self._reduces_now(self.require_backward_grad_sync)
         if self.device_ids:
@@ -367,12 +368,6 @@ class DistributedDataParallel(nn.Module, BuiltInJoinable):
 
     def _syncs_buffers(self) -> bool:
         return self.forward_sync_buffers and self._has_buffers and not self._gradients.reduction.is_local(current())
-
-    def _find_buffers(self, context: Context) -> BufferSync:
-        if self._buffer_sync is None or self._buffer_sync.context is not context:
-            find = WeakMethod(self._named_buffers)
-            self._buffer_sync = BufferSync(context, self._gradients.reduction.process_set, find)
-        return self._buffer_sync
 
     def _named_buffers(self) -> dict[str, Tensor]:
         named = self.module.named_buffers()

@@ -13,7 +13,6 @@ from hvlike.backends.base import Backend
 from hvlike.backends.cuda.device_backend import home_of
 from hvlike.collectives.requests.process_set import ProcessSet
 from hvlike.collectives.requests.reduction import arithmetic_of
-from hvlike.collectives.session.context import Context
 from hvlike.collectives.session.joined_proxy import CountingJob
 from hvlike.errors import MismatchError
 from hvlike.training.broadcast import TensorForm, broadcast_tensors, check_same
@@ -41,19 +40,15 @@ def verify_and_broadcast(
 class BufferSync:
     """Gives all ranks, joined ones too, the buffers of one: the first, or in a Join context the highest active one."""
 
-    def __init__(self, context: Context, process_set: ProcessSet | None, find: WeakMethod[Find]) -> None:
+    def __init__(self, process_set: ProcessSet | None, find: WeakMethod[Find]) -> None:
         """Local. `find` returns the buffers of now with their names: a module may replace them."""
-        group = context.find_set(process_set, "DistributedDataParallel").group
-        self.context = context  # Of the hvlike that it was made in
         self._find = find
-        self._rank = group.rank
-        self._size = group.size
         self._packing: Packing | None = None
         buffers = self._buffers()
         described = {f"shape and dtype of buffer {name!r}": str(TensorForm.of(each)) for name, each in buffers.items()}
         device = gpu_of(buffers.values())
         self._queue = PlannedQueue("DistributedDataParallel buffers", process_set, described, device=device)
-        self._queue.stand_in = lambda: self._job(active=False, owner=-1)
+        self._queue.stand_in = lambda: self._job(active=False)
 
     def _buffers(self) -> dict[str, Tensor]:
         find = self._find()
@@ -64,20 +59,19 @@ class BufferSync:
 
     def sync(self, *, from_highest: bool) -> None:
         """Take over the buffers of the first rank, or `from_highest` of the highest active one. Collective; blocks."""
-        self._queue.run(self._job(active=True, owner=self._size - 1 if from_highest else 0))
+        self._queue.run(self._job(active=True, from_highest=from_highest))
 
-    def _job(self, *, active: bool, owner: int) -> CountingJob:
+    def _job(self, *, active: bool, from_highest: bool = False) -> CountingJob:
 
         def run(backend: Backend) -> Coroutine[int]:
+            rank, size = self._queue.group.rank, self._queue.group.size
             count = yield from backend.count_active(active)
             if count:
-                source = owner
-                if count < self._size:
+                source = size - 1 if from_highest else 0
+                if count < size:
                     # The active rank with the highest number.
-                    highest = torch.tensor([self._rank if active else -1], device="cpu")
-                    yield from backend.allreduce(
-                        [highest], arithmetic_of(highest.dtype, ReduceOp.MAX, self._size, 1.0, 1.0)
-                    )
+                    highest = torch.tensor([rank if active else -1], device="cpu")
+                    yield from backend.allreduce([highest], arithmetic_of(highest.dtype, ReduceOp.MAX, size, 1.0, 1.0))
                     source = int(highest)
                 # Writing through .data does not count as a change of the buffer.
                 buffers = [buffer.data for buffer in self._buffers().values()]
@@ -86,7 +80,7 @@ class BufferSync:
                 operands = self._packing.pack(buffers, home=home_of(backend))
                 pieces = [operand.flat.view(torch.uint8) for operand in operands]
                 yield from backend.gather(pieces, [source] * len(pieces))
-                if source != self._rank:
+                if source != rank:
                     self._packing.unpack(buffers, operands, [0])
             return count
 

@@ -34,6 +34,7 @@ from hvlike.collectives.session.context import Context, current, is_running
 from hvlike.collectives.session.joined_proxy import CountingJob, JoinedProxy, PersistentOperation, QueueProxy
 from hvlike.errors import UsageError
 from hvlike.transport.loop.coroutine import Coroutine, Task
+from hvlike.transport.world import Group
 
 
 class _Piece(NamedTuple):
@@ -131,6 +132,12 @@ class PlannedQueue(PersistentOperation):
         self._device = device
         self._kind = "" if device is None else kind_of(device)
         self._context: Context | None = None
+
+    @property
+    def group(self) -> Group:
+        """The ranks that it was agreed among."""
+        assert self._set_state is not None
+        return self._set_state.group
 
     def agree(self) -> None:
         """Open the queue, unless it is there. Collective; blocks. Raises: MismatchError, where `described` differs."""
