@@ -21,6 +21,7 @@ from hvlike.backends.arithmetic.reduce_op import ReduceOp
 from hvlike.collectives.api.allreduce import allreduce
 from hvlike.collectives.api.broadcast import broadcast_async_
 from hvlike.collectives.api.objects import allgather_object, broadcast_object
+from hvlike.collectives.compression import StatefulCompressor
 from hvlike.collectives.requests.process_set import ProcessSet
 from hvlike.collectives.requests.request import synchronize
 from hvlike.collectives.session.basics import rank
@@ -160,11 +161,9 @@ def broadcast_optimizer_state(
 
     Source: horovod.torch.broadcast_optimizer_state.
     """
-    distributed: DelegatingOptimizer | None = None
-    shared: dict[str, Any] | None = None
+    memory: StatefulCompressor | None = None
     if isinstance(optimizer, DelegatingOptimizer):
-        shared = optimizer.shared_memory("broadcast_optimizer_state")
-        distributed = optimizer
+        memory = optimizer.memory_to_replace("broadcast_optimizer_state")
         optimizer = optimizer.wrapped
     if not isinstance(optimizer, Optimizer):
         raise UsageError(f"broadcast_optimizer_state expects a torch.optim.Optimizer, got {type(optimizer).__name__}.")
@@ -182,7 +181,7 @@ def broadcast_optimizer_state(
     tensors: list[Tensor] = []
     if is_root:
         options = [{key: value for key, value in group.items() if key != "params"} for group in groups]
-        data, tensors = pack((dict(optimizer.state), options, shared), parameters)
+        data, tensors = pack((dict(optimizer.state), options, memory and memory.shared_state()), parameters)
         packed = data, [TensorForm.of(tensor) for tensor in tensors]
     data, forms = broadcast_object(packed, root_rank, process_set=process_set)
     if not is_root:
@@ -195,8 +194,8 @@ def broadcast_optimizer_state(
     if not is_root:
         state, options, shared = unpack(data, parameters, tensors)
         _adopt(optimizer, state, options)
-        if distributed is not None and shared is not None:
-            distributed.load_shared_memory(shared)
+        if memory is not None and shared is not None:
+            memory.load_shared(shared)
 
 
 def named_tensors(params: object) -> dict[str, Tensor]:

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from hvlike.backends.arithmetic.reduce_op import ReduceOp
 from hvlike.collectives.api.allreduce import allreduce
+from hvlike.collectives.compression import StatefulCompressor
 from hvlike.collectives.requests.process_set import ProcessSet
 from hvlike.training.gradients.gradients import Gradients
 from hvlike.training.gradients.reduction import load_local_memory, local_memory
@@ -63,25 +64,17 @@ class DelegatingOptimizer(Optimizer):
         Raises:
             UsageError: Between backward and step, with a compressor that remembers something.
         """
-        memory = self._gradients.reduction.memory
+        memory = self.memory_to_replace("optimizer.load_state_dict()")
         if memory is not None:
-            self._gradients.memory_changed("optimizer.load_state_dict()")
             memory.load_state_dict(state_dict.get("compression", {}))
         self._wrapped.load_state_dict(state_dict)
 
-    def shared_memory(self, call: str) -> dict[str, Any] | None:
-        """Return what a compressor remembers and has to be equal on all ranks, which agree on it anew. Local."""
-        memory = self._gradients.reduction.memory
-        if memory is None:
-            return None
-        self._gradients.memory_changed(call)
-        return memory.shared_state()
-
-    def load_shared_memory(self, state: dict[str, Any]) -> None:
-        """Take up another rank\'s `shared_memory`, with a compressor of the same kind. Local."""
+    def memory_to_replace(self, call: str) -> StatefulCompressor | None:
+        """Return what a compressor remembers, if it does; `call` replaces it, and the ranks agree on it anew. Local."""
         memory = self._gradients.reduction.memory
         if memory is not None:
-            memory.load_shared(state)
+            self._gradients.memory_changed(call)
+        return memory
 
     def local_state_dict(self) -> dict[str, Any]:
         """Return what only this rank has, for elastic.TorchState: its errors of compression, or Adasum's state. Local.
