@@ -204,5 +204,5 @@ gradient_of: Callable[[Tensor], Tensor | None] = attrgetter("grad")
 _engine: Any = torch.autograd.Variable._execution_engine
 
 
-def are_those(seen: Sequence[Tensor | None], gradients: Sequence[Tensor | None]) -> bool:
+def are_those(seen: Sequence[Tensor | None], gradients: Iterable[Tensor | None]) -> bool:
     return all(map(is_, seen, gradients)) and all(map(is_not, seen, repeat(None)))

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import repeat
-from operator import attrgetter, is_, is_not
+from operator import attrgetter, is_not
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from torch import Tensor
@@ -338,8 +338,7 @@ class Gradients:
 
     def _all_arrived(self) -> list[Tensor] | None:
         arrived = list(map(_handed_over, self._slots))
-        there = all(map(is_, arrived, map(gradient_of, self._parameters))) and all(map(is_not, arrived, repeat(None)))
-        return arrived if there else None
+        return arrived if are_those(arrived, map(gradient_of, self._parameters)) else None
 
     def _contribution(self, slot: GradState) -> Tensor:
         """What this rank contributes for a parameter: the gradient that has arrived, else local sums, or zeros."""
