@@ -23,9 +23,8 @@ from __future__ import annotations
 
 from hvlike.errors import HorovodInternalError, HostsUpdatedInterrupt
 from hvlike.training.elastic.durable import preempted
-from hvlike.training.elastic.local_parts import RandomState
+from hvlike.training.elastic.local_parts import ElasticSampler, RandomState
 from hvlike.training.elastic.run import run
-from hvlike.training.elastic.sampler import ElasticSampler
 from hvlike.training.elastic.state import ObjectState, State, TorchState
 from hvlike.transport.failure.exit_status import EXIT_PREEMPTED
 

@@ -22,7 +22,7 @@ from hvlike.training.distributed_optimizer import DistributedOptimizer
 from hvlike.training.elastic.checkpoint import is_stateful
 from hvlike.training.elastic.commit_check import CommitCheck
 from hvlike.training.elastic.copies import copy_into
-from hvlike.training.elastic.local_parts import ModuleBuffers
+from hvlike.training.elastic.local_parts import ElasticSampler, ModuleBuffers
 from hvlike.training.elastic.local_state import (
     Found,
     LocalState,
@@ -31,7 +31,6 @@ from hvlike.training.elastic.local_state import (
     has_common_state,
     may_be_lost,
 )
-from hvlike.training.elastic.sampler import ElasticSampler
 
 if TYPE_CHECKING:
     from hvlike.training.elastic.durable import DurableCommits

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvlike.elastic import ElasticSampler, TorchState
-from hvlike.training.elastic.sampler import order_of, share_of
+from hvlike.training.elastic.local_parts import order_of, share_of
 
 
 @given(st.lists(st.integers(), unique=True, max_size=30), st.integers(1, 7))
