@@ -103,11 +103,11 @@ class CallQueue:
         kind = tensors[0].device.type if tensors else "cpu"
         if kind in KINDS:
             job = self._on_device(kind, job, tensors)
-        deadline = time.monotonic() + (self.seconds if seconds is None else seconds)
+        limit = self.seconds if seconds is None else seconds
         with self._lock:
             self.made += 1
             self._records.append((self.made, what, [(each.dtype, each.shape) for each in tensors[:_SHOWN]]))
-            work = Work(self, self.made, what, outputs, deadline)
+            work = Work(self, self.made, what, outputs, limit)
             if kind in KINDS:
                 work.uses, work.devices = [tensors, outputs, also], [tensors[0].device]
             self._pending[work.number] = work
@@ -252,18 +252,23 @@ class CallQueue:
         self.flush()
         self._tell()
         pending = list(self._pending.values())
-        if pending and not self._expiring and min(each.deadline for each in pending) < time.monotonic():
-            self._expiring = True
-            self.loop.start(self._expire(pending[0]), wake=False)
+        if pending and not self._expiring:
+            first = min(pending, key=lambda each: each.deadline)
+            if first.deadline < time.monotonic():
+                self._expiring = True
+                self.loop.start(self._expire(pending[0], first.limit), wake=False)
 
-    def _expire(self, work: Work) -> Coroutine[None]:
-        """End the group, once it is known who is missing."""
+    def _expire(self, work: Work, limit: float) -> Coroutine[None]:
+        """End the group, once it is known who is missing. work: what the group waits for. limit: the timeout, of it or
+        of a later call.
+        """
         waited = time.monotonic() - work.began
         answers = yield from self._directory.ask(self, work)
         self._expiring = False
         if not work.ended:
             missing = describe_missing(answers, work.number)
-            self._queue.fail(StalledError(f"{self._name(work)} timed out after {waited:.1f} s. {missing} {_ADVICE}"))
+            text = f"{self._name(work)} timed out after {waited:.1f} s, by a timeout of {limit:g} s"
+            self._queue.fail(StalledError(f"{text}. {missing} {_ADVICE}"))
 
     def _tell(self) -> None:
         """Tell the other members if this one has lost the group: they would wait for it. In the loop."""

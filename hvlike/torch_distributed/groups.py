@@ -7,9 +7,9 @@
 torch.distributed calls the creator on the members of a group only, and with use_local_synchronization the other ranks
 do not even know of it. So these process sets have numbers that follow from the name of the group.
 
-torch has dist.monitored_barrier for gloo and dist.split_group for nccl alone. Both are replaced when the first group is
-made, by functions that ask whose group it is: for all others they call torch's. Names that a program has imported from
-torch.distributed before stay torch's.
+torch has dist.monitored_barrier for gloo, dist.split_group for nccl and _set_pg_timeout, which dist.breakpoint calls,
+for both. They are replaced when the first group is made, by functions that ask whose group it is: for all others they
+call torch's. Names that a program has imported from torch.distributed before stay torch's.
 """
 
 from __future__ import annotations
@@ -198,7 +198,7 @@ def process_set_of(group: Any) -> ProcessSet:
 
 def extend_functions(kind: type[ProcessGroup]) -> None:
     """Have the functions of torch.distributed serve groups of this kind too. A second call does nothing."""
-    of_torch = c10d.split_group, c10d.monitored_barrier
+    of_torch = c10d.split_group, c10d.monitored_barrier, c10d._set_pg_timeout
     if hasattr(of_torch[0], "of_torch"):
         return
 
@@ -211,12 +211,21 @@ def extend_functions(kind: type[ProcessGroup]) -> None:
     @functools.wraps(of_torch[1])
     def monitored_barrier(group: Any = None, timeout: Any = None, wait_all_ranks: bool = False) -> None:
         of: Any = dist.group.WORLD if group is None else group
-        (_monitored_barrier if isinstance(of, kind) else of_torch[1])(of, timeout, wait_all_ranks)
+        (wait_for_members if isinstance(of, kind) else of_torch[1])(of, timeout, wait_all_ranks)
 
-    for mine, its in zip((split_group, monitored_barrier), of_torch, strict=True):
+    @functools.wraps(of_torch[2])
+    def set_pg_timeout(timeout: timedelta, group: Any = None) -> None:
+        of: Any = dist.group.WORLD if group is None else group
+        if isinstance(of, kind):
+            of.set_timeout(timeout)
+        else:
+            of_torch[2](timeout, group)
+
+    for mine, its in zip((split_group, monitored_barrier, set_pg_timeout), of_torch, strict=True):
         mine.of_torch = its  # type: ignore[attr-defined]
         for module in (dist, c10d):
-            setattr(module, its.__name__, mine)
+            if hasattr(module, its.__name__):
+                setattr(module, its.__name__, mine)
 
 
 def _split(
@@ -253,8 +262,8 @@ def _split(
     return None
 
 
-def _monitored_barrier(group: ProcessGroup, timeout: timedelta | float | None, wait_all_ranks: bool) -> None:
-    """Wait for all members. Each that has come in time learns from the first one who has not."""
+def wait_for_members(group: ProcessGroup, timeout: timedelta | float | None, wait_all_ranks: bool) -> None:
+    """A monitored barrier: each member that has come in time learns from the first one who has not."""
     seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout or group.calls.seconds
     running = current()
     loop = running.fabric.loop
@@ -267,7 +276,13 @@ def _monitored_barrier(group: ProcessGroup, timeout: timedelta | float | None, w
     if task.result:
         missing = task.result if wait_all_ranks else task.result[:1]
         who = f"Rank {missing[0]}" if len(missing) == 1 else f"Ranks {', '.join(map(str, missing))}"
+        rank = running.world.rank
+        # Words of gloo's, by which programs know the error.
+        here = "timed out in monitoredBarrier"
+        if rank != ranks[0]:
+            here = "successfully reached monitoredBarrier, but received errors while waiting for send/recv from rank "
+            here += str(ranks[0])
         raise StalledError(
-            f"[Rank {running.world.rank}]: {who} failed to pass monitoredBarrier in {round(1000 * seconds)} ms. Of the "
-            f"group with {name_ranks(ranks)} these had not called it in time."
+            f"[Rank {rank}]: {who} failed to pass monitoredBarrier in {round(1000 * seconds)} ms. Of the group with "
+            f"{name_ranks(ranks)} these had not called it in time. Rank {rank} {here}."
         )

@@ -26,7 +26,8 @@ from hvlike.collectives.session.context import current
 from hvlike.errors import ProcessGroupError, ShutdownError, UsageError
 from hvlike.torch_distributed import operations
 from hvlike.torch_distributed.autoload import BACKEND_NAME
-from hvlike.torch_distributed.groups import close_group, extend_functions, names, open_group
+from hvlike.torch_distributed.groups import close_group, extend_functions, names, open_group, wait_for_members
+from hvlike.torch_distributed.recording import recorded
 from hvlike.torch_distributed.short_forms import short_form
 from hvlike.torch_distributed.store import check_place, start_hvlike
 from hvlike.torch_distributed.transfers import Transfers
@@ -212,16 +213,22 @@ class ProcessGroup(_ProcessGroupBase):
     def barrier(self, opts: Any = None) -> dist.Work:
         return self._call("barrier", operations.barrier, [], opts)
 
+    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+        wait_for_members(self, timeout, wait_all_ranks)
+
     # -- point to point -------------------------------------------------------------------------
 
     def send(self, tensors: Sequence[Tensor], position: int, tag: int) -> dist.Work:
-        return self._begun(self.transfers.send(tensors, position, tag))
+        with recorded("send", tensors):
+            return self._begun(self.transfers.send(tensors, position, tag))
 
     def recv(self, tensors: Sequence[Tensor], position: int, tag: int) -> dist.Work:
-        return self._begun(self.transfers.recv(tensors, position, tag))
+        with recorded("recv", tensors):
+            return self._begun(self.transfers.recv(tensors, position, tag))
 
     def recv_anysource(self, tensors: Sequence[Tensor], tag: int) -> dist.Work:
-        return self._begun(self.transfers.recv(tensors, None, tag))
+        with recorded("recv", tensors):
+            return self._begun(self.transfers.recv(tensors, None, tag))
 
     # What torch.distributed called some of them before 2.10.
     _allgather_base = all_gather_single
@@ -303,7 +310,8 @@ class ProcessGroup(_ProcessGroupBase):
             given = opts.timeout.total_seconds()
             seconds = given if given > 0 else None
         outputs = list(tensors) if outputs is None else outputs
-        work: Work = self.calls.call(what, job, tensors, outputs, also=also, waits=waits, seconds=seconds)
+        with recorded(what, tensors):
+            work = self.calls.call(what, job, tensors, outputs, also=also, waits=waits, seconds=seconds)
         return self._begun(work)
 
     def _begun(self, work: Work) -> dist.Work:

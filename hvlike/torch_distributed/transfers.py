@@ -57,7 +57,7 @@ class Transfers:
         return f"rank {self._ranks[position]}" if 0 <= position < len(self._ranks) else f"position {position}"
 
     def _work(self, what: str, transfer: Transfer, tensors: Sequence[torch.Tensor]) -> Work:
-        work = Work(self, next(self._numbers), what, list(tensors), time.monotonic() + self._calls.seconds)
+        work = Work(self, next(self._numbers), what, list(tensors), self._calls.seconds)
         if not transfer.done:
             self._pending[work.number] = work, transfer
         transfer.add_done(partial(self._end, work, transfer))
@@ -98,8 +98,8 @@ class Transfers:
         now = time.monotonic()
         for work, transfer in list(self._pending.values()):
             if work.deadline < now:
-                text = f"{self._describe(work)} timed out after {_age(work):.1f} s: {_ADVICE}"
-                self._group.cancel(transfer, StalledError(text))
+                text = f"{self._describe(work)} timed out after {_age(work):.1f} s, by a timeout of {work.limit:g} s"
+                self._group.cancel(transfer, StalledError(f"{text}: {_ADVICE}"))
 
     def _describe(self, work: Work) -> str:
         return f"rank {self._context.world.rank}: {work.what} group {self._calls.name!r},"

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from hvlike.torch_distributed.recording import recorded
+
 if TYPE_CHECKING:
     from hvlike.torch_distributed.calls import CallQueue
     from hvlike.torch_distributed.transfers import Transfers
@@ -41,13 +43,14 @@ _NOTHING = timedelta()
 class Work(_WorkBase):
     """One call of a group. Its methods are those of torch.distributed.Work, which torch also calls from C++."""
 
-    def __init__(self, calls: CallQueue | Transfers, number: int, what: str, outputs: Any, deadline: float) -> None:
-        """number: of the call in its group. outputs: what `result` returns. deadline: in time.monotonic()."""
+    def __init__(self, calls: CallQueue | Transfers, number: int, what: str, outputs: Any, limit: float) -> None:
+        """number: of the call in its group. outputs: what `result` returns. limit: how many seconds it may take."""
         super().__init__()
         self.number = number
         self.what = what
-        self.deadline = deadline
+        self.limit = limit
         self.began = time.monotonic()
+        self.deadline = self.began + limit
         self.ended = False
         self.error: BaseException | None = None
         self.source = -1
@@ -92,7 +95,8 @@ class Work(_WorkBase):
         """
         if not self.ended:
             seconds = timeout.total_seconds()
-            self._calls.wait_for(self, seconds if seconds > 0 else None)
+            with recorded("wait"):
+                self._calls.wait_for(self, seconds if seconds > 0 else None)
         if self.error is not None:
             self.error = self._calls.explained(self.error, self)
             raise self.error

@@ -138,3 +138,15 @@ def test_what_it_tells(world: World, group: dist.ProcessGroup) -> None:
     before = group._get_sequence_number_for_group()
     group.allreduce(torch.ones(1)).wait()
     assert group._get_sequence_number_for_group() == before + 1
+
+
+def test_the_timeout_may_be_changed(world: World) -> None:
+    """Of a group, and of the default group where none is said."""
+    group = dist.new_group(timeout=timedelta(seconds=60))
+    set_timeout = dist.distributed_c10d._set_pg_timeout
+    set_timeout(timedelta(seconds=0.5), group)
+    if world.size > 1 and world.rank == 0:
+        with pytest.raises(RuntimeError, match=r"(?i)timed out"):
+            dist.recv(torch.ones(1), 1, group=group)
+    set_timeout(timedelta(minutes=30))
+    dist.barrier()

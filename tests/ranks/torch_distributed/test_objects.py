@@ -87,6 +87,7 @@ def test_a_monitored_barrier_where_all_come(world: World) -> None:
         time.sleep(0.1)
     dist.monitored_barrier(timeout=timedelta(seconds=30))
     dist.monitored_barrier(wait_all_ranks=True)
+    dist.group.WORLD.monitored_barrier(timedelta(seconds=30))
     group = dist.new_group([0])
     dist.monitored_barrier(group) if world.rank == 0 else None
 
@@ -99,11 +100,21 @@ def test_a_monitored_barrier_names_who_is_missing(world: World, wait_all_ranks: 
     group = dist.new_group(timeout=timedelta(seconds=30))
     missing = world.size - 1
     if world.rank != missing:
-        with pytest.raises(RuntimeError, match=rf"[Rr]anks? {missing}\b" if world.rank == 0 else None):
+        told = rf"Rank {world.rank} successfully reached monitoredBarrier, but received errors .* from rank 0"
+        with pytest.raises(RuntimeError, match=told if world.rank else rf"[Rr]anks? {missing}\b"):
             dist.monitored_barrier(group, timedelta(seconds=0.5), wait_all_ranks=wait_all_ranks)
     dist.barrier()
     if BACKEND != "gloo":
         dist.destroy_process_group(group)
+
+
+def test_a_monitored_barrier_of_no_time_that_nobody_else_calls(world: World) -> None:
+    if world.size == 1:
+        pytest.skip("nobody can be missing")
+    group = dist.new_group()
+    if world.rank == 0:
+        with pytest.raises(RuntimeError, match="Rank 0 timed out in monitoredBarrier"):
+            group.monitored_barrier(timedelta())
 
 
 def test_the_group_works_after_all_this(world: World) -> None:
