@@ -11,16 +11,13 @@ from torch import Tensor
 from hvlike.autograd.protocol import BackwardMessage, Gradients, Mode
 from hvlike.rpc.wire.message import Packed
 from hvlike.rpc.wire.pickler import Incoming, Outgoing, pack, unpack
-from hvlike.rpc.wire.tensors import SHORT_BYTES, SHORT_RECORD_BYTES, Body, join_parts, pack_tensor, unpack_tensor
+from hvlike.rpc.wire.tensors import SHORT_BYTES
 
 BACKWARD_MESSAGE = 52  # The kind of these notices
 
 _ASKS, _DONE, _ABORT, _RETAIN = 1, 2, 4, 8
 _MODE_SHIFT = 4
 _NONE = -1
-
-Tensors = list[tuple[Any, int, bool]] | Body
-"""By tensors.pack_tensor: buffers, where the records begin in them, whether the memory is apart. Or by pickler.pack."""
 
 
 class Heading(NamedTuple):
@@ -52,11 +49,16 @@ def encode(heading: Heading, message: BackwardMessage, rank: int) -> tuple[Wire,
         for place, gradient in enumerate(gradients):
             if gradient is not None:
                 bits |= 1 << place
+                if gradient.layout is torch.strided and gradient.nbytes <= SHORT_BYTES:
+                    # The gradient of a sum is an expanded number.
+                    gradient = gradient.contiguous()
                 there.append(gradient)
         answers.append((send, len(gradients), bits))
-    tensors, storages = _pack(there, rank) if there else (b"", [])
+    tensors = pack(there[0] if len(there) == 1 else there, Outgoing(rank)) if there else Packed(b"", [])
     rest = message.marks, message.acknowledged, message.error, message.lost
-    return (context, number, oldest, flags, answers, tensors, *rest), storages
+    # A long body is sent out of band, without a copy into the pickle.
+    body = PickleBuffer(tensors.body) if type(tensors.body) is bytearray else tensors.body
+    return (context, number, oldest, flags, answers, body, *rest), tensors.storages
 
 
 def heading_of(wire: Wire) -> Heading:
@@ -71,7 +73,8 @@ def opens(wire: Wire) -> bool:
 
 def decode(wire: Wire, storages: list[Tensor], source: int) -> BackwardMessage:
     _, _, _, flags, answers, tensors, marks, acknowledged, error, lost = wire
-    there = iter(_unpack(tensors, storages, source) if tensors else ())
+    came = unpack(Packed(tensors, storages), Incoming(source)) if tensors else ()
+    there = iter((came,) if isinstance(came, Tensor) else came)
     gradients: dict[int, Gradients | None] = {
         send: None if count == _NONE else [next(there) if bits >> place & 1 else None for place in range(count)]
         for send, count, bits in answers
@@ -86,35 +89,3 @@ def decode(wire: Wire, storages: list[Tensor], source: int) -> BackwardMessage:
         lost=lost,
         abort=bool(flags & _ABORT),
     )
-
-
-def _pack(tensors: list[Tensor], rank: int) -> tuple[Tensors | PickleBuffer, list[Tensor]]:
-    simple: list[tuple[Any, int, bool]] = []
-    short_bytes = SHORT_RECORD_BYTES if len(tensors) == 1 else SHORT_BYTES
-    storages: list[Tensor] = []
-    for each in tensors:
-        is_plain = type(each) is Tensor and each.layout is torch.strided
-        if is_plain and each.nbytes <= short_bytes:
-            # The gradient of a sum is an expanded number.
-            each = each.contiguous()
-        if not is_plain or (found := pack_tensor(each, 0, short_bytes)) is None:
-            packed = pack(tensors, Outgoing(rank))
-            return _as_buffer(packed.body), packed.storages
-        record, elements, storage = found
-        simple.append((_as_buffer(join_parts((elements, record))), len(elements), storage is not None))
-        if storage is not None:
-            storages.append(storage)
-    return simple, storages
-
-
-def _unpack(tensors: Tensors, storages: list[Tensor], source: int) -> list[Tensor]:
-    if isinstance(tensors, list):
-        memory = iter(storages)
-        return [unpack_tensor(body, start, next(memory) if apart else None) for body, start, apart in tensors]
-    received: list[Tensor] = unpack(Packed(tensors, storages), Incoming(source))
-    return received
-
-
-def _as_buffer(body: Body) -> Body | PickleBuffer:
-    """Return a body as Channel.send takes it: a long one is sent out of band, without a copy into the pickle."""
-    return PickleBuffer(body) if type(body) is bytearray else body

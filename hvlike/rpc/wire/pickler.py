@@ -9,8 +9,8 @@ stream says how to build that sequence:
     table, its length, b"T"     only if there are items: one row each (tensors.Row; None: the Incoming; _Ahead;
                                 tensors.SparseRow, after the rows of its parts), the lengths of the short pieces, and
                                 which rows go to which device
-    record, its length, b"S"    instead of both if there is one simple tensor (tensors.pack_tensor)
-    record, its length, b"B"    the same without a stream: the value is the tensor
+    tensors, their length, b"S" instead of both if there are only simple tensors (tensors.pack_simple)
+    tensor, its length, b"B"    the same without a stream: the value is one simple tensor
 
 RRefs stand in the table itself: a worker that cannot open the stream, or does not want it any more, still takes over
 what the sender keeps alive for it, and releases it.
@@ -32,14 +32,24 @@ from hvlike.rpc.wire import tensors
 from hvlike.rpc.wire.autograd_hooks import NO_CONTEXT, autograd_hooks
 from hvlike.rpc.wire.message import Packed
 from hvlike.rpc.wire.reducers import REDUCERS, THE_TENSOR, arrived, cloud_pickler, describe_subject, missing_name
-from hvlike.rpc.wire.tensors import PARAMETER, RAW_MEMORY, Body, SparseRow, join_parts, pack_tensor, unpack_tensor
+from hvlike.rpc.wire.tensors import (
+    RAW_MEMORY,
+    Body,
+    SimpleTensors,
+    SparseRow,
+    is_dense,
+    join_parts,
+    pack_simple,
+    unpack_simple,
+)
 
 T = TypeVar("T")
 _Ahead: TypeAlias = tuple[str, tuple[int, ...]]  # The name of a class of carry_ahead, and the numbers of an object
 _PROTOCOL = 5
-_END = struct.Struct("<Ic")
+_END = struct.Struct("<Qc")
 _STOP = pickle.STOP[0]
-_TABLE, _SINGLE, _BARE = b"T", b"S", b"B"
+_TABLE, _SIMPLE, _BARE = b"T", b"S", b"B"
+_IS_SIMPLE = _SIMPLE + _BARE
 _ARRAY_BYTES = 4096  # Smaller arrays stay in the stream: sending one by itself costs more than two copies
 _KEEP_BYTES = 1 << 12
 """A pickler is used again after streams up to this size. A longer stream leaves it a large memo that is wiped after
@@ -79,18 +89,19 @@ def pack(value: Any, outgoing: Outgoing) -> Packed:
         device map and for a torch.futures.Future; `outgoing.undo` was called then.
     """
     try:
-        packed = _pack_bare(value, outgoing) if type(value) is Tensor else None
-        if packed is None:
-            if outgoing.cloudpickle:
-                packed = MessagePickler(cloud_pickler).pack(value, outgoing)
-            else:
-                try:
-                    pickler = _idle.pop()
-                except IndexError:
-                    pickler = MessagePickler(Pickler)
-                packed = pickler.pack(value, outgoing)
-                if pickler.streamed <= _KEEP_BYTES:
-                    _idle.append(pickler)
+        simple = pack_simple([(value, 0)]) if type(value) is Tensor and is_dense(value) else None
+        if simple is not None:
+            packed = _join_simple([], simple, _BARE, outgoing)
+        elif outgoing.cloudpickle:
+            packed = MessagePickler(cloud_pickler).pack(value, outgoing)
+        else:
+            try:
+                pickler = _idle.pop()
+            except IndexError:
+                pickler = MessagePickler(Pickler)
+            packed = pickler.pack(value, outgoing)
+            if pickler.streamed <= _KEEP_BYTES:
+                _idle.append(pickler)
         if outgoing.context == NO_CONTEXT:
             return packed
         graded = outgoing.graded if outgoing.records else ()
@@ -108,15 +119,11 @@ def unpack(packed: Packed, incoming: Incoming) -> Any:
 
     Raises: RuntimeError if the sender used a name that does not exist here, and what restoring an object raises.
     """
-    body = packed.body
-    kind = body[-1]
-    if kind == _BARE[0]:
-        return _single_arrival(packed, incoming)[0]
-    buffers = None if kind == _STOP else _arrivals(packed, incoming)
-    if buffers is None and packed.note is not None:
-        autograd_hooks().came(packed.note, incoming.source, ())
+    buffers = _arrivals(packed, incoming)
+    if packed.body[-1] == _BARE[0]:
+        return buffers[0]
     try:
-        return pickle.loads(body, buffers=buffers)
+        return pickle.loads(packed.body, buffers=buffers)
     except (AttributeError, ImportError) as error:
         if error.__traceback__ is None or error.__traceback__.tb_next is not None:
             # Raised by Python code, such as a __setstate__, and not by pickle's search for a name.
@@ -131,18 +138,10 @@ def discard(packed: Packed, incoming: Incoming) -> None:
         _restore_ahead(table_of(body)[0], incoming)
 
 
-def _pack_bare(tensor: Tensor, outgoing: Outgoing) -> Packed | None:
-    """Pack a message that is one simple tensor, without a pickler; None if the tensor is not simple."""
-    if not tensor.is_cpu or tensor.layout is not torch.strided or tensor.is_nested:
-        return None
-    found = pack_tensor(tensor, 0, tensors.SHORT_RECORD_BYTES)
-    if found is None:
-        return None
-    record, elements, storage = found
-    if tensor.requires_grad:
-        outgoing.graded.append(tensor)
-    body = join_parts((elements, record, _END.pack(len(record), _BARE)))
-    return Packed(body, [] if storage is None else [storage])
+def _join_simple(chunks: list[bytes | memoryview], simple: SimpleTensors, kind: bytes, outgoing: Outgoing) -> Packed:
+    parts, storages, graded = simple
+    outgoing.graded += graded
+    return Packed(join_parts((*chunks, *parts, _END.pack(sum(map(len, parts)), kind))), storages)
 
 
 def carry_ahead(
@@ -199,28 +198,18 @@ class MessagePickler:
         for chunk in chunks:
             streamed += memoryview(chunk).nbytes
         self.streamed = streamed
-        storages: list[Tensor] = []
-        if items:
-            only = items[0] if len(items) == 1 and not self.targets else None
-            simple = None
-            if only is not None and only[1] in (0, PARAMETER):
-                simple = pack_tensor(*only, tensors.SHORT_RECORD_BYTES)
-            if only is None or simple is None:
-                storages = self._add_table()
-            else:
-                record, elements, storage = simple
-                if only[0].requires_grad:
-                    outgoing.graded.append(only[0])
-                if storage is not None:
-                    storages.append(storage)
-                chunks += (elements, record, _END.pack(len(record), _SINGLE))
-        body: Body = chunks[0] if len(chunks) == 1 else join_parts(chunks)
+        simple = pack_simple(items) if items and not self.targets else None
+        if simple is not None:
+            packed = _join_simple(chunks, simple, _SIMPLE, outgoing)
+        else:
+            storages = self._add_table() if items else []
+            packed = Packed(chunks[0] if len(chunks) == 1 else join_parts(chunks), storages)
         # Only now: long elements in the chunks are views of a tensor that these lists may be the last to hold.
         items.clear()
         chunks.clear()
         self._pickler.clear_memo()
         del self.outgoing
-        return Packed(body, storages)
+        return packed
 
     def _add_table(self) -> list[Tensor]:
         for place, item in enumerate(self.items):
@@ -261,8 +250,27 @@ _idle: list[MessagePickler] = []  # Picklers to be used again, by any thread
 
 def _arrivals(packed: Packed, incoming: Incoming) -> list[Any]:
     """Return what the stream takes as buffers, in order of appearance."""
-    if packed.body[-1] == _SINGLE[0]:
-        return _single_arrival(packed, incoming)
+    kind = packed.body[-1]
+    arrivals: list[Any] = []
+    graded: list[int] = []
+    if kind in _IS_SIMPLE:
+        stop = len(packed.body) - _END.size
+        length, _ = _END.unpack_from(packed.body, stop)
+        arrivals = unpack_simple(packed.body, stop - length, stop, packed.storages)
+        graded = [place for place, tensor in enumerate(arrivals) if tensor.requires_grad]
+    elif kind != _STOP:
+        arrivals, graded = _build_table(packed, incoming)
+    if graded:
+        incoming.graded = [arrivals[place] for place in graded]
+    if packed.note is not None:
+        incoming.graded = autograd_hooks().came(packed.note, incoming.source, incoming.graded)
+        for place, tensor in zip(graded, incoming.graded, strict=True):
+            arrivals[place] = tensor
+    return arrivals
+
+
+def _build_table(packed: Packed, incoming: Incoming) -> tuple[list[Any], list[int]]:
+    """Return what the table of a message stands for, and the places of the tensors that require grad."""
     rows, pieces, targets = table_of(packed.body)
     ahead = _restore_ahead(rows, incoming)
     memory = tensors.ReceivedMemory(pieces, packed.storages)
@@ -284,25 +292,7 @@ def _arrivals(packed: Packed, incoming: Incoming) -> list[Any]:
         if row[-1] & tensors.REQUIRES_GRAD:
             graded.append(len(arrivals))
         arrivals.append(arrival)
-    incoming.graded = [arrivals[place] for place in graded]
-    if packed.note is not None:
-        incoming.graded = autograd_hooks().came(packed.note, incoming.source, incoming.graded)
-        for place, tensor in zip(graded, incoming.graded, strict=True):
-            arrivals[place] = tensor
-    return arrivals
-
-
-def _single_arrival(packed: Packed, incoming: Incoming) -> list[Any]:
-    """Return the same for a message of one simple tensor."""
-    body = packed.body
-    length, _ = _END.unpack_from(body, len(body) - _END.size)
-    storage = packed.storages[0] if packed.storages else None
-    arrivals: Sequence[Tensor] = [unpack_tensor(body, len(body) - _END.size - length, storage)]
-    graded = arrivals if arrivals[0].requires_grad else ()
-    if packed.note is not None:
-        graded = autograd_hooks().came(packed.note, incoming.source, graded)
-    incoming.graded = graded
-    return list(graded or arrivals)
+    return arrivals, graded
 
 
 def table_of(body: Body) -> tuple[list[Any], list[bytes], dict[int, str] | None]:

@@ -8,9 +8,9 @@ and is copied for that if it is not contiguous.
 Short spans are copied into the body of the message, because sending a storage by itself costs far more. Long spans are
 sent from where they lie. A sparse tensor travels as its dense parts, whose rows stand right before its own.
 
-A message with one dense contiguous tensor takes the fast path at the end of this file: a record of a few bytes instead
-of rows. Each 64 KiB copy of long elements takes 10 to 30 us with cold caches: into the body, with the body into the
-message, by MPI, and from the message into the tensor.
+Simple tensors, dense and contiguous ones that share no memory, take the fast path at the end of this file: a record of
+a few bytes instead of rows. Each 64 KiB copy of long elements takes 10 to 30 us with cold caches: into the body, with
+the body into the message, by MPI, and from the message into the tensor.
 """
 
 from __future__ import annotations
@@ -36,9 +36,10 @@ spans in the body.
 """
 
 NOWHERE = -1
-REQUIRES_GRAD, PARAMETER, CONJUGATE, NEGATIVE, RAW_MEMORY, OWN_MEMORY, SPARSE_PART = 1, 2, 4, 8, 16, 32, 64
+REQUIRES_GRAD, PARAMETER, CONJUGATE, NEGATIVE, RAW_MEMORY, OWN_MEMORY, SPARSE_PART, APART = (1 << n for n in range(8))
 """Flags: requires grad; is an nn.Parameter; conjugate and negative bits; raw memory, not a tensor for the user; the
-memory holds this tensor only and begins with it; part of the sparse tensor that follows.
+memory holds this tensor only and begins with it; part of the sparse tensor that follows; in a record: the elements go
+by themselves.
 """
 
 SHORT_BYTES = 16384
@@ -259,9 +260,9 @@ def assemble_sparse(parts: Sequence[Tensor], row: SparseRow) -> Tensor:
 
 
 SHORT_RECORD_BYTES = 1 << 16
-"""Elements up to this size go in the body. Echo between two ranks of one node, median: 16 KiB in the body 194 us, by
-itself 304; 64 KiB 227 and 223, and a step of distributed autograd with such messages 5 to 10 % shorter; 256 KiB 358
-and 239. Several tensors in one message use SHORT_BYTES, because the body is copied several times."""
+"""Elements of an only tensor up to this size go in the body. Echo between two ranks of one node, median: 16 KiB in the
+body 194 us, by itself 304; 64 KiB 227 and 223, and a step of distributed autograd with such messages 5 to 10 % shorter;
+256 KiB 358 and 239. Several tensors in one message use SHORT_BYTES, because the body is copied several times."""
 
 _LONG_BYTES = 1 << 12  # From this size on, avoiding a copy saves more than it costs
 Body = bytes | bytearray | memoryview  # A long one: bytearray on the sender, view of the message on the receiver
@@ -288,44 +289,72 @@ def join_parts(parts: Sequence[bytes | memoryview]) -> bytes | bytearray:
     return b"".join(parts)
 
 
-def pack_tensor(tensor: Tensor, flags: int, short_bytes: int) -> tuple[bytes, bytes | memoryview, Tensor | None] | None:
-    """Return the record, the elements that travel in the body, and the memory that goes by itself.
+SimpleTensors: TypeAlias = tuple[list[bytes | memoryview], list[Tensor], list[Tensor]]
+"""What travels in the body, for each tensor a record and its elements; the memory that goes by itself; and those of the
+tensors that require grad."""
 
-    Returns None unless the strided CPU tensor has elements of a common dtype, contiguous and all in memory.
-    short_bytes: elements up to this size travel in the body; the long ones of these are a view of the tensor.
+
+def is_dense(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided and tensor.is_cpu and not tensor.is_nested
+
+
+def pack_simple(items: Sequence[tuple[Tensor, int] | None]) -> SimpleTensors | None:
+    """Pack dense CPU tensors, given as for `lay_out`; long elements in the body are views of them.
+
+    Returns None unless all have elements of a common dtype, contiguous and all in memory, and share no memory.
     """
-    number = _NUMBERS.get(tensor.dtype)
-    address, nbytes = tensor.data_ptr(), int(tensor.nbytes)
-    # Placeholders and freed tensors have no address. The imaginary part of a conjugate has the negative bit.
-    if number is None or not address or not nbytes or not tensor.is_contiguous() or tensor.is_neg():
-        return None
-    memory, start = tensor.untyped_storage(), int(tensor.storage_offset()) * tensor.itemsize
-    if memory.nbytes() < start + nbytes:
-        return None
-    if tensor.requires_grad:
-        flags |= REQUIRES_GRAD
-    shape = tensor.shape
-    record = _record(len(shape)).pack(number, flags, len(shape), *shape)
-    if nbytes <= short_bytes:
-        is_long = nbytes >= _LONG_BYTES
-        elements = memoryview(_array(nbytes).from_address(address)) if is_long else ctypes.string_at(address, nbytes)
-        return record, elements, None
-    return record, b"", _BYTES.new_empty(0).set_(memory, start, (nbytes,), (1,))
-
-
-def unpack_tensor(body: Body, start: int, storage: Tensor | None) -> Tensor:
-    """Return the tensor whose record begins at `start`, after its elements unless these came as `storage`."""
-    number, flags, _, *shape = _record(body[start + 2]).unpack_from(body, start)
-    template = _TEMPLATES[number]
-    tensor: Tensor
-    if storage is None:
-        tensor = template.new_empty(shape)
-        nbytes = math.prod(shape) * template.itemsize
-        if isinstance(body, bytes):
-            ctypes.memmove(tensor.data_ptr(), body[start - nbytes : start], nbytes)
+    short_bytes = SHORT_RECORD_BYTES if len(items) == 1 else SHORT_BYTES
+    parts: list[bytes | memoryview] = []
+    storages: list[Tensor] = []
+    graded: list[Tensor] = []
+    seen = set()
+    for item in items:
+        if item is None:
+            return None
+        tensor, flags = item
+        number = _NUMBERS.get(tensor.dtype)
+        address, nbytes = tensor.data_ptr(), int(tensor.nbytes)
+        # Placeholders and freed tensors have no address. The imaginary part of a conjugate has the negative bit.
+        if number is None or not address or not nbytes or not tensor.is_contiguous() or tensor.is_neg():
+            return None
+        memory, start = tensor.untyped_storage(), int(tensor.storage_offset()) * tensor.itemsize
+        seen.add(memory._cdata)
+        if flags & ~PARAMETER or memory.nbytes() < start + nbytes:
+            return None
+        if tensor.requires_grad:
+            flags |= REQUIRES_GRAD
+            graded.append(tensor)
+        shape = tensor.shape
+        is_apart = nbytes > short_bytes
+        parts.append(_record(len(shape)).pack(number, flags | APART * is_apart, len(shape), *shape))
+        if is_apart:
+            storages.append(_BYTES.new_empty(0).set_(memory, start, (nbytes,), (1,)))
+        elif nbytes >= _LONG_BYTES:
+            parts.append(memoryview(_array(nbytes).from_address(address)))
         else:
-            elements = ctypes.addressof(ctypes.c_char.from_buffer(body, start - nbytes))
-            ctypes.memmove(tensor.data_ptr(), elements, nbytes)
-    else:
-        tensor = template.new_empty(0).set_(storage.untyped_storage(), 0, shape)
-    return _with_flags(tensor, flags) if flags else tensor
+            parts.append(ctypes.string_at(address, nbytes))
+    return (parts, storages, graded) if len(seen) == len(items) else None
+
+
+def unpack_simple(body: Body, start: int, stop: int, storages: Sequence[Tensor]) -> list[Tensor]:
+    """Return the tensors whose records and elements are in the body from `start` to `stop`."""
+    arrived: list[Tensor] = []
+    memories = iter(storages)
+    while start < stop:
+        record = _record(body[start + 2])
+        number, flags, _, *shape = record.unpack_from(body, start)
+        start += record.size
+        template = _TEMPLATES[number]
+        if flags & APART:
+            tensor = template.new_empty(0).set_(next(memories).untyped_storage(), 0, shape)
+        else:
+            tensor = template.new_empty(shape)
+            nbytes = math.prod(shape) * template.itemsize
+            if isinstance(body, bytes):
+                ctypes.memmove(tensor.data_ptr(), body[start : start + nbytes], nbytes)
+            else:
+                elements = ctypes.addressof(ctypes.c_char.from_buffer(body, start))
+                ctypes.memmove(tensor.data_ptr(), elements, nbytes)
+            start += nbytes
+        arrived.append(_with_flags(tensor, flags) if flags & (REQUIRES_GRAD | PARAMETER) else tensor)
+    return arrived

@@ -23,8 +23,10 @@ def received(packed: Packed) -> Packed:
 def memory_bytes(packed: Packed) -> list[int]:
     """Lengths in bytes of the pieces of memory that travel, short ones first."""
     if packed.body.endswith((b"S", b"B")):
-        # One tensor and nothing else: all that travels is its elements.
-        return [storage.numel() for storage in packed.storages] or [unpack(packed, Incoming(0)).nbytes]
+        # Simple tensors: all that travels is their elements.
+        value, apart = unpack(packed, Incoming(0)), [storage.numel() for storage in packed.storages]
+        sizes = [each.nbytes for each in (value if isinstance(value, list) else [value])]
+        return [size for size in sizes if size not in apart] + apart
     return [len(piece) for piece in table_of(packed.body)[1]] + [storage.numel() for storage in packed.storages]
 
 
