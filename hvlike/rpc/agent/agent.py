@@ -247,16 +247,16 @@ class Agent:
         else:
             self._loop.post(self._empty_outbox, wake=False)
 
-    def serve(self, kind: int, handler: Handler, *, limited: bool = True) -> None:
-        """Run `handler` in a pool thread for every request of `kind`. limited: among num_worker_threads."""
-        self._handlers[kind] = handler, limited
+    def serve(self, kind: int, handler: Handler, *, in_loop: bool = False) -> None:
+        """Run `handler` for every request of `kind`: in one of num_worker_threads, or in the loop, if it cannot block."""
+        self._handlers[kind] = handler, in_loop
 
     def hear(self, kind: int, handler: NoticeHandler) -> None:
         """Call `handler` with sender, value and storages of every notice of `kind`. In the loop: it must not block."""
         self._notice_handlers[kind] = handler
 
     def submit(self, work: Callable[[], None], *, limited: bool = False) -> None:
-        """Run `work` in a pool thread; shutdown waits for it. From any thread. limited: see `serve`."""
+        """Run `work` in a pool thread; shutdown waits for it. From any thread. limited: among num_worker_threads."""
         with self._lock:
             self._works += 1
         self._loop.thread_pool.submit(partial(self._work, work, limited), limited=limited)
@@ -300,7 +300,11 @@ class Agent:
             number, body, kind, *note = rest
             request = Request(source, number, kind, Packed(body, storages, *note), time.monotonic(), self._respond)
             self.open[source, number] = request
-            self._loop.thread_pool.submit(partial(self._serve, request), limited=self._handlers[kind][1])
+            handler, in_loop = self._handlers[kind]
+            if in_loop:
+                handler(request)
+            else:
+                self._loop.thread_pool.submit(partial(self._serve, handler, request), limited=True)
             return
         if what == NOTICE:
             kind, value = rest
@@ -376,12 +380,11 @@ class Agent:
             self._finish(call, RpcError(text))
         return self.pending.next_deadline()
 
-    def _serve(self, request: Request) -> None:
+    def _serve(self, handler: Handler, request: Request) -> None:
         """In a pool thread."""
         if self._ended is not None:
             # The request waited for a thread until after the session; its caller has been told.
             return
-        handler = self._handlers[request.kind][0]
         try:
             if request.packed.note is None:
                 handler(request)

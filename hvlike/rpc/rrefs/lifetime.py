@@ -1,7 +1,8 @@
 """The lifetime protocol of RRefs on one worker, pure: events in, messages out.
 
 (G1) The owner hears of the end of every fork, sent only after the fork was confirmed. (G2) A fork that vouches for a
-child is not deleted before the owner knows of the child. Messages may overtake each other; each arrives once.
+child is not deleted before the owner knows of the child. Notices and fetches of one worker arrive in order; calls, and
+what is in them, may overtake them and be overtaken.
 
 An owned value stays in the owner's table while a fork of it is known, while a message of the owner to itself carries
 it, or until it is computed. RRef objects on the owner hold the value themselves: it lives as long as the table or such
@@ -11,26 +12,138 @@ an object has it, and a local RRef that was never sent is not in the table at al
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from itertools import count
-from typing import Any
+from typing import Any, NamedTuple
 
 from hvlike.errors import WorkerLostError
-from hvlike.rpc.rrefs.records import (
-    ACCEPTED,
-    DELETE,
-    DROPPED,
-    REGISTER,
-    REGISTERED,
-    ConfirmationWait,
-    Effects,
-    Fork,
-    GlobalId,
-    KnownFork,
-    OwnedValue,
-    Ticket,
-)
+from hvlike.rpc.wire.devices import ReadyEvents
 
 _GONE = "The value of this RRef is gone: the worker that has sent the RRef on has been lost."
+
+
+class GlobalId(NamedTuple):
+    """Name of an RRef or a fork, unique in a session. It travels as a plain tuple, which is equal to it."""
+
+    created_on: int  # Rank of the worker that made the name
+    local_id: int  # Counter of that worker
+
+    def __str__(self) -> str:
+        return f"GloballyUniqueId(created_on={self.created_on}, local_id={self.local_id})"
+
+
+class Ticket(NamedTuple):
+    """An RRef while it travels: the child fork that the receiver is to have, and who vouches for it meanwhile.
+
+    Hand-over | parent             | the receiver
+    ----------+--------------------+-------------------------------------------------------------------------------
+    owner to  | none               | has the child, which the owner knows since it packed the message
+    user      |                    |
+    user to   | the sender's fork  | takes the value from its table and tells the sender
+    owner     |                    |
+    user to   | the sender's fork  | asks the owner to register the child; on the reply the child is confirmed, and it
+    user      |                    | tells the sender
+    owner to  | none               | takes the value from its table: the child was a reservation, not a fork
+    itself    |                    |
+
+    A parent that vouches for a child is not deleted before the sender has been told.
+    """
+
+    rref: GlobalId
+    owner: int
+    child: GlobalId
+    parent: GlobalId | None
+
+    def pack(self) -> tuple[int, ...]:
+        return (*self.rref, self.owner, *self.child, *(self.parent or ()))
+
+    @classmethod
+    def unpack(cls, numbers: tuple[int, ...]) -> Ticket:
+        parent = GlobalId(*numbers[5:]) if len(numbers) > 5 else None
+        return cls(GlobalId(*numbers[:2]), numbers[2], GlobalId(*numbers[3:5]), parent)
+
+
+REGISTER, REGISTERED, ACCEPTED, DELETE, DROPPED = 30, 31, 32, 33, 34
+"""Kinds of notices.
+
+REGISTER    user -> owner       this worker has the fork now                               (RRef, fork)
+REGISTERED  owner -> user       the owner knows the fork                                   (fork,)
+ACCEPTED    receiver -> sender  the parent need not vouch for the child any more           (parent, child)
+DELETE      user -> owner       the fork is gone                                           (RRef, fork)
+DROPPED     user -> itself      from the finalizer of the RRef object                      (fork,)
+"""
+
+
+Notice = tuple[int, int, tuple[Any, ...]]  # A message without a reply, for Agent.notify: rank, kind, value
+
+
+@dataclass
+class Effects:
+    """What follows from an event of the protocol: collected under the lock, carried out without it."""
+
+    notices: list[Notice] = field(default_factory=list)
+    answers: list[Callable[[], None]] = field(default_factory=list)  # What waited for a value: quick, holds no lock
+    starts: list[Callable[[], None]] = field(default_factory=list)  # Functions of callers whose arguments are confirmed
+    freed: list[Any] = field(default_factory=list)  # OwnedValues: users' finalizers run where these are dropped
+
+
+@dataclass(eq=False, slots=True)
+class OwnedValue:
+    """What an owner keeps of an RRef. Only the OwnerTable changes it.
+
+    settled  failure   value
+    no       -         not computed yet, or the message that creates it has not come yet
+    yes      None      computed
+    yes      else      never: the function raised
+    """
+
+    id: GlobalId
+    what: str = ""  # The function that makes the value; empty for RRef(value)
+    created: bool = False  # False while the owner has only heard of it from others
+    settled: bool = False
+    value: Any = None
+    events: ReadyEvents | None = None  # When the value is ready in the streams of this worker's GPUs
+    failure: Any = None  # The Description of the exception, or an exception to raise as it is
+    holders: dict[GlobalId, int] = field(default_factory=dict)  # The forks, and the ranks that have them
+    deleted: set[GlobalId] = field(default_factory=set)  # Forks whose creation, which they have overtaken, is to come
+    reserved: set[GlobalId] = field(default_factory=set)  # Messages of the owner to itself that carry this RRef
+    waiting: list[Callable[[], None]] = field(default_factory=list)  # Called by the thread that settles it
+
+    @property
+    def is_needed(self) -> bool:
+        """True while somebody may ask for it by its name."""
+        return not self.settled or bool(self.holders) or bool(self.reserved)
+
+
+@dataclass(eq=False, slots=True)
+class ConfirmationWait:
+    """Work that starts when a number of forks are confirmed."""
+
+    missing: int
+    then: Callable[[], None]
+
+
+@dataclass(eq=False, slots=True)
+class Fork:
+    """The state of a user's RRef, without the object that the user holds.
+
+    pending -> confirmed by the owner -> dropped, children all accepted -> deleted
+    A drop may come first: the owner is told only after the confirmation.
+    """
+
+    rref: GlobalId
+    id: GlobalId
+    owner: int  # Rank
+    confirmed: bool = False
+    dropped: bool = False  # True when no RRef object holds it any more, or shutdown has taken it away
+    deleted: bool = False  # True when the owner has been told
+    children: dict[GlobalId, int] = field(default_factory=dict)  # Sent on, maybe unknown to the owner, and where to
+    sender: int | None = None  # Rank that sent it, if that is a user: to be told when the owner knows this fork
+    parent: GlobalId | None = None  # The sender's fork
+    waiting: list[ConfirmationWait] = field(default_factory=list)  # What starts when it is confirmed
+
+    def __str__(self) -> str:
+        return f"UserRRef(rref_id={self.rref}, fork_id={self.id})"
 
 
 class OwnerTable:
@@ -76,14 +189,24 @@ class OwnerTable:
             entry.waiting.append(then)
 
     def share(self, entry: OwnedValue, fork: GlobalId, rank: int) -> None:
-        """A fork is sent to another worker: known from now on."""
-        if rank not in self.no_creations:
+        """Worker `rank` has a fork, or is sent one: known from now on."""
+        if fork in entry.deleted:
+            entry.deleted.remove(fork)
+        elif rank not in self.no_creations:
             self.entries[entry.id] = entry
-            entry.holders.setdefault(fork, KnownFork(rank)).registered = True
+            entry.holders[fork] = rank
 
     def unshare(self, entry: OwnedValue, fork: GlobalId) -> None:
+        """A fork was not sent after all."""
         entry.holders.pop(fork, None)
         entry.reserved.discard(fork)
+        self._free_unneeded(entry)
+
+    def delete(self, rref: GlobalId, fork: GlobalId) -> None:
+        """Nobody has this fork any more."""
+        entry = self.find(rref)
+        if entry.holders.pop(fork, None) is None and not entry.created:
+            entry.deleted.add(fork)
         self._free_unneeded(entry)
 
     def reserve(self, entry: OwnedValue, reservation: GlobalId) -> None:
@@ -98,29 +221,12 @@ class OwnerTable:
         self._free_unneeded(entry)
         return entry
 
-    def note(
-        self, rref: GlobalId, fork: GlobalId, rank: int, *, fetched: bool = False, deleted: int | None = None
-    ) -> OwnedValue:
-        """Worker `rank` has a fork; or it fetches the value through the fork, or deleted it after so many fetches."""
-        entry = self.find(rref)
-        holder = entry.holders.setdefault(fork, KnownFork(rank))
-        if fetched:
-            holder.fetches += 1
-        elif deleted is not None:
-            holder.deleted = deleted
-        else:
-            holder.registered = True
-        if holder.is_over:
-            del entry.holders[fork]
-            self._free_unneeded(entry)
-        return entry
-
     def forget(self, rank: int, failure: Exception) -> None:
         """Worker `rank` is gone with its forks; creations that it has not sent fail with `failure`."""
         self.no_creations[rank] = failure
         self.no_creations[self.rank] = WorkerLostError(f"{_GONE} {failure}", [rank])
         for entry in list(self.entries.values()):
-            for fork in [fork for fork, holder in entry.holders.items() if holder.rank == rank]:
+            for fork in [fork for fork, holder in entry.holders.items() if holder == rank]:
                 del entry.holders[fork]
             if not entry.created and entry.id.created_on == rank:
                 self.settle(entry, None, failure)
@@ -178,9 +284,6 @@ class ForkTable:
             fork.waiting.append(wait)
         return not missing
 
-    def fetch(self, fork: Fork) -> None:
-        fork.fetches += 1
-
     def lend(self, fork: Fork, child: GlobalId, rank: int) -> None:
         """A child goes to worker `rank`: the fork stays until that worker has said that the owner knows."""
         if rank not in self.lost:
@@ -210,7 +313,7 @@ class ForkTable:
         if fork.dropped and fork.confirmed and not fork.children and not fork.deleted:
             fork.deleted = True
             del self.forks[fork.id]
-            self._tell(fork.owner, DELETE, (tuple(fork.rref), tuple(fork.id), fork.fetches))
+            self._tell(fork.owner, DELETE, (tuple(fork.rref), tuple(fork.id)))
 
     def _tell(self, rank: int, kind: int, value: tuple[object, ...]) -> None:
         self.effects.notices.append((rank, kind, value))
@@ -238,7 +341,7 @@ class Lifetime:
         """Worker `rank` has this worker make a value. fork: its fork; None on the owner itself."""
         entry = self.owned.create(rref)
         if fork is not None:
-            self.owned.note(rref, fork, rank)
+            self.owned.share(entry, fork, rank)
         return entry
 
     def send(self, held: OwnedValue | Fork, destination: int) -> Ticket:
@@ -275,10 +378,10 @@ class Lifetime:
         second = GlobalId(*value[1]) if len(value) > 1 else first
         fork = self.used.forks.get(first)
         if kind == REGISTER:
-            self.owned.note(first, second, source)
+            self.owned.share(self.owned.find(first), second, source)
             self._effects.notices.append((source, REGISTERED, (tuple(second),)))
         elif kind == DELETE:
-            self.owned.note(first, second, source, deleted=value[2])
+            self.owned.delete(first, second)
         elif kind == ACCEPTED:
             self.used.accepted(first, second)
         elif fork is not None and kind == REGISTERED:

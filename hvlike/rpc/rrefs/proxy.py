@@ -12,7 +12,7 @@ import torch
 from hvlike.errors import RpcError
 from hvlike.rpc.agent.calls import rpc_async, rpc_sync, time_limit
 from hvlike.rpc.agent.futures import Promise, async_execution, is_async
-from hvlike.rpc.rrefs.records import OwnedValue
+from hvlike.rpc.rrefs.lifetime import OwnedValue
 from hvlike.rpc.wire.autograd_hooks import NO_CONTEXT, autograd_hooks, bind_caller
 
 if TYPE_CHECKING:

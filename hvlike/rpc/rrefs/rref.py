@@ -15,9 +15,9 @@ from hvlike.rpc.agent.calls import Destination, prepare_call, result_of, rpc_asy
 from hvlike.rpc.agent.futures import Promise
 from hvlike.rpc.agent.options import UNSET_RPC_TIMEOUT
 from hvlike.rpc.agent.profiling import recorded_call
+from hvlike.rpc.rrefs.lifetime import Fork, OwnedValue, Ticket
 from hvlike.rpc.rrefs.proxy import Proxy, backward, find_type
-from hvlike.rpc.rrefs.records import Fork, OwnedValue, Ticket
-from hvlike.rpc.rrefs.session import NAMES, NO_FORK, RRefSession, current_session
+from hvlike.rpc.rrefs.session import NAME, NO_FORK, RRefSession, current_session
 from hvlike.rpc.wire.autograd_hooks import context_note
 from hvlike.rpc.wire.devices import follow
 from hvlike.rpc.wire.message import FETCH, REMOTE, Description, Packed, WorkerInfo, rebuild_error
@@ -306,11 +306,12 @@ def _remote(agent: Agent, *call: Any) -> RRef[Any]:
     held: OwnedValue | Fork
     if rank == session.rank:
         held = session.perform(lifetime.create, rref, None, rank)
-        names = NAMES.pack(*rref, *NO_FORK)
+        fork = NO_FORK
     else:
         held = Fork(rref, lifetime.new_id(), rank)
         session.perform(lifetime.used.begin, held)
-        names = NAMES.pack(*rref, *held.id)
+        fork = held.id
+    names = NAME.pack(*rref) + NAME.pack(*fork)
     then = partial(_acknowledge, session, held, creation)
     agent.request(rank, REMOTE, packed._replace(body=names + packed.body), timeout=limit, then=then)
     return RRef._of(session, held, creation)
@@ -326,9 +327,8 @@ def _fetch(session: RRefSession, fork: Fork, timeout: float) -> Any:
     """Return a copy of the value from the owner of the fork. Blocks."""
     agent = session.agent
     limit = time_limit(agent, timeout)
-    session.perform(session.lifetime.used.fetch, fork)
-    names = Packed(NAMES.pack(*fork.rref, *fork.id), [], context_note(fork.owner, "to_here"))
-    return result_of(agent.request(fork.owner, FETCH, names, timeout=limit), original=True)
+    name = Packed(NAME.pack(*fork.rref), [], context_note(fork.owner, "to_here"))
+    return result_of(agent.request(fork.owner, FETCH, name, timeout=limit), original=True)
 
 
 def _reduce(rref: RRef[Any], outgoing: Outgoing) -> tuple[int, ...]:

@@ -2,8 +2,8 @@
 
 A request to create a value (remote) carries the names of the RRef and of the creator's fork before the call. It is
 answered when the function has ended: an exception stays with the value and is raised where that is used. A request to
-copy a value (to_here) names the RRef and the fork it is made through, and the owner counts it. While the value is
-computed, the request waits in the owner's table and holds no thread.
+copy a value (to_here) names the RRef. The loop takes it, before the notice that the fork is deleted can come. While the
+value is computed, the request waits in the owner's table and holds no thread.
 
 Lock order: the session's lock is the innermost; no user code runs and no message is sent under it. One thread can take
 it twice, because the garbage collector may run a user's finalizer anywhere.
@@ -21,8 +21,17 @@ from typing import Any, TypeVar
 from hvlike.errors import RpcError
 from hvlike.rpc.agent.agent import Agent
 from hvlike.rpc.agent.calls import pack_answer, run_when_confirmed
-from hvlike.rpc.rrefs.lifetime import Lifetime
-from hvlike.rpc.rrefs.records import ACCEPTED, DELETE, DROPPED, REGISTER, REGISTERED, Fork, GlobalId, OwnedValue
+from hvlike.rpc.rrefs.lifetime import (
+    ACCEPTED,
+    DELETE,
+    DROPPED,
+    REGISTER,
+    REGISTERED,
+    Fork,
+    GlobalId,
+    Lifetime,
+    OwnedValue,
+)
 from hvlike.rpc.wire.autograd_hooks import autograd_hooks
 from hvlike.rpc.wire.devices import follow
 from hvlike.rpc.wire.message import CALL, FETCH, REMOTE, Packed, Request, describe_error
@@ -172,7 +181,7 @@ class RRefSession:
             what=what,
             settled=entry.settled,
             forks=len(entry.holders),
-            holders=tuple(workers[rank].name for rank in sorted({each.rank for each in entry.holders.values()})),
+            holders=tuple(workers[rank].name for rank in sorted(set(entry.holders.values()))),
         )
 
 
@@ -212,7 +221,7 @@ def checks_leaks() -> bool:
     return _Process.checks_leaks
 
 
-NAMES = struct.Struct("<iqiq")  # The names of an RRef and of a fork in a request
+NAME = struct.Struct("<iq")  # The name of an RRef or a fork in a request
 NO_FORK = GlobalId(-1, -1)  # In a request of the owner to itself
 _DONE = Packed(b"", [])
 
@@ -221,21 +230,19 @@ def begin_rrefs(agent: Agent) -> None:
     """Begin the session of RRefs; the agent does not receive messages yet."""
     session = RRefSession(agent)
     agent.serve(REMOTE, partial(_create, session))
-    # Not limited, because no function of a caller runs: workers whose threads all wait for values still get them.
-    agent.serve(FETCH, partial(_look_up, session), limited=False)
+    agent.serve(FETCH, partial(_look_up, session), in_loop=True)
     _Process.session = session
 
 
 def _create(session: RRefSession, request: Request) -> None:
     """Serve remote(). In a pool thread."""
     body = request.packed.body
-    numbers = NAMES.unpack_from(body)
-    rref, fork = GlobalId(*numbers[:2]), GlobalId(*numbers[2:])
+    rref, fork = (GlobalId(*NAME.unpack_from(body, start)) for start in (0, NAME.size))
     entry = session.perform(session.lifetime.create, rref, None if fork == NO_FORK else fork, request.source)
     fail = partial(_settle_failure, session, entry, request)
     incoming = Incoming(request.source)
     try:
-        function = unpack(request.packed._replace(body=body[NAMES.size :]), incoming)
+        function = unpack(request.packed._replace(body=body[2 * NAME.size :]), incoming)
     except Exception as error:
         fail(error)
         return
@@ -255,14 +262,14 @@ def _settle_failure(session: RRefSession, entry: OwnedValue, request: Request, e
 
 
 def _look_up(session: RRefSession, request: Request) -> None:
-    """Serve to_here(). In a pool thread."""
-    numbers = NAMES.unpack(request.packed.body)
-    rref, fork = GlobalId(*numbers[:2]), GlobalId(*numbers[2:])
+    """Serve to_here(). In the loop."""
+    rref = GlobalId(*NAME.unpack(request.packed.body))
     request.about = f"to_here of {rref}"
     if request.packed.note is not None:
         autograd_hooks().came(request.packed.note, request.source, ())
-    entry = session.perform(partial(session.lifetime.owned.note, fetched=True), rref, fork, request.source)
-    session.when_settled(entry, partial(_send_copy, session, request, entry))
+    owned = session.lifetime.owned
+    entry = session.perform(owned.find, rref, in_loop=True)
+    session.perform(owned.when_settled, entry, partial(_send_copy, session, request, entry), in_loop=True)
 
 
 def _send_copy(session: RRefSession, request: Request, entry: OwnedValue) -> None:

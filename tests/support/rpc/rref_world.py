@@ -6,8 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
-from hvlike.rpc.rrefs.lifetime import Lifetime
-from hvlike.rpc.rrefs.records import DROPPED, Fork, GlobalId, OwnedValue, Ticket
+from hvlike.rpc.rrefs.lifetime import DROPPED, Fork, GlobalId, Lifetime, OwnedValue, Ticket
 
 
 class Step(NamedTuple):
@@ -16,6 +15,8 @@ class Step(NamedTuple):
     source: int
     to: int
     happen: Callable[[], None]
+    overtakes: bool = True
+    """False for notices and fetches: those of one worker to another arrive in order."""
 
 
 class World:
@@ -77,16 +78,15 @@ class World:
         """to_here, whose caller may give up and drop the RRef before the request has arrived."""
         rank, fork = held
         if isinstance(fork, Fork):
-            self.workers[rank].used.fetch(fork)
             self.unanswered += 1
-            self.flying.append(Step(rank, fork.owner, partial(self._fetch, fork, rank)))
+            self.flying.append(Step(rank, fork.owner, partial(self._fetch, fork), overtakes=False))
 
     def drop(self, held: tuple[int, OwnedValue | Fork]) -> None:
         """The finaliser of an RRef object."""
         rank, rref = held
         self.held.remove(held)
         if isinstance(rref, Fork):
-            self.flying.append(Step(rank, rank, partial(self._hear, rank, DROPPED, rank, (tuple(rref.id),))))
+            self._notify(rank, rank, DROPPED, (tuple(rref.id),))
 
     def lose(self, rank: int) -> None:
         """A worker is gone, with all that it was doing and all messages to and from it."""
@@ -105,8 +105,18 @@ class World:
     def run_out(self, choose: Callable[[int], int]) -> None:
         """Let everything happen that has been begun, in the order of choice."""
         while self.flying or self.running:
-            pending = self.flying if self.flying else self.running
-            pending.pop(choose(len(pending))).happen()
+            if self.flying:
+                self.deliver(choose(len(self.flying)))
+            else:
+                self.running.pop(choose(len(self.running))).happen()
+
+    def deliver(self, place: int) -> None:
+        """Let a message arrive, or the one that has to arrive before it."""
+        chosen = self.flying[place]
+        if not chosen.overtakes:
+            chosen = next(each for each in self.flying if each[:2] == chosen[:2] and not each.overtakes)
+        self.flying.remove(chosen)
+        chosen.happen()
 
     # -- what the protocol promises ---------------------------------------------------------------
 
@@ -160,15 +170,18 @@ class World:
     def _confirmed(self, fork: Fork) -> None:
         self.unconfirmed -= 1
         if self.lost is None:
-            assert self.workers[fork.owner].owned.entries[fork.rref].holders[fork.id].registered
+            assert fork.id in self.workers[fork.owner].owned.entries[fork.rref].holders
 
-    def _fetch(self, fork: Fork, rank: int) -> None:
-        entry = self.workers[fork.owner].owned.note(fork.rref, fork.id, rank, fetched=True)
+    def _fetch(self, fork: Fork) -> None:
+        entry = self.workers[fork.owner].owned.find(fork.rref)
         self.workers[fork.owner].owned.when_settled(entry, self._answered)
         self._carry_out(fork.owner)
 
     def _answered(self) -> None:
         self.unanswered -= 1
+
+    def _notify(self, rank: int, to: int, kind: int, value: tuple[object, ...]) -> None:
+        self.flying.append(Step(rank, to, partial(self._hear, to, kind, rank, value), overtakes=False))
 
     def _hear(self, rank: int, kind: int, source: int, value: tuple[object, ...]) -> None:
         self.workers[rank].hear(kind, source, value)
@@ -178,6 +191,6 @@ class World:
         effects = self.workers[rank].take_effects()
         for to, kind, value in effects.notices:
             if to != self.lost:
-                self.flying.append(Step(rank, to, partial(self._hear, to, kind, rank, value)))
+                self._notify(rank, to, kind, value)
         for ready in effects.answers + effects.starts:
             ready()

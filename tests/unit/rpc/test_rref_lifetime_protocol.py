@@ -32,7 +32,7 @@ def step(world: World, what: str, one: int, two: int) -> None:
     elif what == "local":
         world.local(one % size)
     elif what == "deliver" and world.flying:
-        world.flying.pop(one % len(world.flying)).happen()
+        world.deliver(one % len(world.flying))
     elif what == "finish" and world.running:
         world.running.pop(one % len(world.running)).happen()
     elif world.held and what in ("send", "unsent", "drop", "fetch"):
