@@ -248,7 +248,7 @@ class Agent:
             self._loop.post(self._empty_outbox, wake=False)
 
     def serve(self, kind: int, handler: Handler, *, in_loop: bool = False) -> None:
-        """Run `handler` for every request of `kind`: in one of num_worker_threads, or in the loop, if it cannot block."""
+        """Run `handler` for every request of `kind`: among num_worker_threads, or in the loop if it cannot block."""
         self._handlers[kind] = handler, in_loop
 
     def hear(self, kind: int, handler: NoticeHandler) -> None:
