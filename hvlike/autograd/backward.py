@@ -4,8 +4,7 @@ On the worker where backward() was called, its own thread handles the events and
 On other workers a thread of RPC is taken for each burst of events. No thread waits for other workers.
 
 A worker that has finished its part may still be asked about a message that was opened late. So a backward is
-remembered until its root has ended it: later backwards of that root in the same context say so, or the release of the
-context does.
+remembered, by its context, until its root has ended it: later backwards of that root in the same context say so.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -42,52 +40,37 @@ logger = logging.getLogger("hvlike")
 _MODES = {mode.name.lower(): mode for mode in Mode}
 
 
-@dataclass
-class _OfContext:
-    passes: dict[int, BackwardPass] = field(default_factory=dict)  # By number
-    oldest: dict[int, int] = field(default_factory=dict)  # By root: its backwards with lower numbers are over
-
-
 class BackwardTable:
-    """The backwards of one session. Takes their messages."""
+    """Takes the messages of the backwards of one session."""
 
     def __init__(self, agent: Agent) -> None:
         self.agent = agent
         self._numbers = new_ids(agent.rank)
-        self._lock = threading.Lock()
-        self._by_context: dict[int, _OfContext] = {}
+        self._lock = threading.Lock()  # For what contexts know of backwards
         agent.hear(BACKWARD_MESSAGE, self._take)
         agent.when_lost.append(self._lose)
 
     def begin(self, context: DistributedContext, roots: Roots, mode: Mode, retain_graph: bool) -> BackwardPass:
         with self._lock:
             number = next(self._numbers)
-            passes = self._by_context.setdefault(context.id, _OfContext()).passes
-            oldest = min((each for each in passes if rank_of_id(each) == self.agent.rank), default=number)
+            oldest = min((each for each in context.passes if rank_of_id(each) == self.agent.rank), default=number)
             heading = Heading(context.id, number, oldest, mode, retain_graph)
-            begun = passes[number] = BackwardPass(self, context, heading, roots)
+            begun = context.passes[number] = BackwardPass(self, context, heading, roots)
         return begun
 
     def forget(self, ended: BackwardPass) -> None:
         """Nothing more comes of a backward. From any thread."""
-        heading = ended.heading
         ended.context.disengage(ended)
         with self._lock:
-            known = self._by_context.get(heading.context)
-            if known is not None:
-                known.passes.pop(heading.number, None)
-                if not known.passes:
-                    del self._by_context[heading.context]
+            ended.context.passes.pop(ended.heading.number, None)
 
     def end(self) -> None:
         for each in self._all():
             each.fail("RPC has been shut down while this was in flight.")
-        self._by_context.clear()
 
     def _take(self, source: int, wire: Wire, storages: list[Tensor]) -> None:
-        with self._lock:
-            known = self._by_context.get(wire[0])
-            found = known.passes.get(wire[1]) if known is not None else None
+        context = contexts.get(wire[0])
+        found = context.passes.get(wire[1]) if context is not None else None
         if found is None and opens(wire):
             found = self._open(heading_of(wire), source)
         if found is not None:
@@ -106,12 +89,12 @@ class BackwardTable:
             self.agent.post(source, BACKWARD_MESSAGE, *encode(heading, answer, source))
             return None
         with self._lock:
-            known = self._by_context.setdefault(heading.context, _OfContext())
-            if heading.number < known.oldest.get(root, 0):
+            if heading.number < context.oldest_passes.get(root, 0):
                 return None
-            known.oldest[root] = heading.oldest
-            over = [known.passes[each] for each in known.passes if rank_of_id(each) == root and each < heading.oldest]
-            opened = known.passes[heading.number] = BackwardPass(self, context, heading, ())
+            context.oldest_passes[root] = heading.oldest
+            passes = context.passes
+            over = [passes[each] for each in passes if rank_of_id(each) == root and each < heading.oldest]
+            opened = passes[heading.number] = BackwardPass(self, context, heading, ())
         for each in over:
             self.forget(each)
         return opened
@@ -122,7 +105,7 @@ class BackwardTable:
 
     def _all(self) -> list[BackwardPass]:
         with self._lock:
-            return [each for known in self._by_context.values() for each in known.passes.values()]
+            return [each for context in contexts.all() for each in context.passes.values()]
 
 
 class BackwardPass:
@@ -164,7 +147,6 @@ class BackwardPass:
     def released(self) -> None:
         if not self.state.is_over:
             self.fail(f"Could not find autograd context with id: {self.heading.context}: it was released meanwhile")
-        self._table.forget(self)
 
     def fail(self, error: str) -> None:
         self._put(partial(self.state.fail, error), wake_root=True)
@@ -228,8 +210,6 @@ class BackwardPass:
         if self._trace is not None and state.is_over:
             self._trace.end(state.error)
             self._trace = None
-        if state.phase is Phase.FAILED and contexts.get(self.context.id) is not self.context:
-            self._table.forget(self)
 
     def _take_events(self) -> None:
         while self._events:

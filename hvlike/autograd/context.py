@@ -25,6 +25,7 @@ from hvlike.autograd.local_graph import LocalGraph, Receive
 from hvlike.rpc.wire.devices import ReadyEvents
 
 if TYPE_CHECKING:
+    from hvlike.autograd.backward import BackwardPass
     from hvlike.autograd.engine import SegmentRecord
 
 _PythonNode: Any = torch._C._FunctionBase
@@ -116,7 +117,9 @@ class DistributedContext:
     segments: Sequence[SegmentRecord] = ()  # What the last backward has run on this worker, in this order; for `draw`
     lock: threading.RLock = field(default_factory=threading.RLock)
     """Held while torch's engine runs over a part of the graph. Never taken in the loop."""
-    backwards: list[ContextListener] = field(default_factory=list)
+    backwards: list[ContextListener] = field(default_factory=list)  # Those that have engaged
+    passes: dict[int, BackwardPass] = field(default_factory=dict)  # All that this worker knows, by number
+    oldest_passes: dict[int, int] = field(default_factory=dict)  # By root: its backwards with lower numbers are over
     ahead: LocalGraph | None = None
     """What was scanned of the graph before a backward asks for it; at most what the sends lead to."""
     _unscanned: list[Send] = field(default_factory=list)
@@ -189,6 +192,7 @@ class DistributedContext:
     def release(self) -> None:
         """The context is over: tell backwards that run. What it holds is freed with the last reference to it."""
         with self._records:
-            backwards = list(self.backwards)
+            backwards, self.backwards = self.backwards, []
         for backward in backwards:
             backward.released()
+        self.passes.clear()

@@ -128,9 +128,12 @@ class Contexts:
     def get(self, context: int) -> DistributedContext | None:
         return self._contexts.get(context)
 
-    def live(self) -> list[int]:
+    def all(self) -> list[DistributedContext]:
         with self._lock:
-            return list(self._contexts)
+            return list(self._contexts.values())
+
+    def live(self) -> list[int]:
+        return [each.id for each in self.all()]
 
     @property
     def remembered_releases(self) -> int:

@@ -140,13 +140,8 @@ class BoundaryNode:
         return tuple(None if place in self._early else gradient for place, gradient in enumerate(complete))
 
 
-_Run = Callable[..., tuple[Tensor | None, ...]]
-
 # torch.autograd.grad without its checks of the arguments, which take as long as a small graph.
-_run_with_devices: _Run = torch.autograd.graph._engine_run_backward
-# The engine itself. What the line above adds is for its threads for GPUs, and for logs.
-_run: _Run = torch.autograd.Variable._execution_engine.run_backward
-_uses_devices: Callable[[], bool] = torch.cuda.is_initialized
+_run: Callable[..., tuple[Tensor | None, ...]] = torch.autograd.graph._engine_run_backward
 
 
 class SegmentRecord(NamedTuple):
@@ -205,14 +200,13 @@ def run_engine(
     try:
         if not starts or not inputs:
             return [None] * len(inputs)
-        run = _run_with_devices if _uses_devices() else _run
         arguments = tuple(starts), tuple(gradients), retain_graph, False, tuple(inputs), True, False
         if not boundaries:
-            return list(run(*arguments))
+            return list(_run(*arguments))
         with ExitStack() as watched:
             for node, places in boundaries.items():
                 watched.enter_context(BoundaryNode(node, edges[node], places, catch))
-            return list(run(*arguments))
+            return list(_run(*arguments))
     finally:
         starts.clear()
         gradients.clear()

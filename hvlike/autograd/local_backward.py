@@ -22,6 +22,7 @@ from hvlike.autograd.graph import Plan, clear, plan
 from hvlike.autograd.local_graph import LocalGraph, captured_edges
 from hvlike.autograd.protocol import Gradients
 from hvlike.rpc.wire.devices import ReadyEvents
+from hvlike.rpc.wire.tensors import SHORT_BYTES
 from hvlike.training.ddp.end_of_backward import Collected, collecting
 
 Roots = Sequence[tuple[GradientEdge, Tensor]]  # Where backward begins, and with which gradients
@@ -250,9 +251,7 @@ class LocalBackward:
     def _deliver(self, recv: Recv, gradients: Sequence[Tensor | None]) -> None:
         """Emit the gradients of a recv's tensors, once. In the engine's thread where its function has them."""
         if self._silent.pop(recv.id, None) is not None:
-            # Gradients on a GPU travel as copies in host memory.
-            travelling = [each if each is None or each.is_cpu else each.detach().cpu() for each in gradients]
-            self._emit(recv.id, recv.rank, travelling)
+            self._emit(recv.id, recv.rank, [None if each is None else _to_send(each) for each in gradients])
 
     def _keep(
         self, graph: LocalGraph, captured: list[Tensor | None], partial: Sequence[Node], leaves: Sequence[Node]
@@ -278,3 +277,12 @@ class LocalBackward:
         self._roots = ()
         self._starts, self._order, self._cleared = [], None, set()
         graph.forget()
+
+
+def _to_send(gradient: Tensor) -> Tensor:
+    if not gradient.is_cpu:
+        # It travels as a copy in host memory.
+        return gradient.detach().cpu()
+    # The gradient of a sum is an expanded number. Contiguous tensors travel cheaper.
+    is_short = gradient.layout is torch.strided and gradient.nbytes <= SHORT_BYTES
+    return gradient.contiguous() if is_short else gradient

@@ -87,7 +87,7 @@ def _local_invoke_async_execution(rref: RRef[Any], name: str, args: tuple[Any, .
 def find_type(rref: RRef[Any], timeout: float) -> torch.futures.Future[Any]:
     """Return a future of the value's type: asked once, then kept with the RRef unless it failed. Does not block."""
     found = rref.type_future
-    # A thread that waited for a failure may come back before its callback has run.
+    # After a failure the next use asks again: it may have been the time limit.
     if found is not None and not _has_failed(found):
         return found
     if rref.creation is not None:
@@ -99,7 +99,6 @@ def find_type(rref: RRef[Any], timeout: float) -> torch.futures.Future[Any]:
     else:
         found = rpc_async(rref.owner(), _rref_typeof_on_owner, (rref,), timeout=timeout)
     rref.type_future = found
-    found.add_done_callback(partial(_forget_failure, rref))
     return found
 
 
@@ -112,12 +111,6 @@ def _has_failed(found: torch.futures.Future[Any]) -> bool:
         error.__traceback__ = None
         return True
     return False
-
-
-def _forget_failure(rref: RRef[Any], found: torch.futures.Future[Any]) -> None:
-    # The next use asks again: the failure may have been the time limit.
-    if _has_failed(found) and rref.type_future is found:
-        rref.type_future = None
 
 
 @async_execution

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Generic, NoReturn, TypeVar
@@ -29,34 +28,18 @@ T = TypeVar("T")
 class Creation:
     """The call that makes a value, on the worker that made it."""
 
-    __slots__ = ("_lock", "_promise", "ended", "error")
+    __slots__ = ("error", "promise")
 
     def __init__(self) -> None:
-        self.ended = False
         self.error: Exception | None = None  # Why the owner has not acknowledged it
-        self._lock = threading.Lock()
-        self._promise: Promise | None = None
+        self.promise = Promise()
 
     def end(self, error: Exception | None) -> None:
-        with self._lock:
-            self.error, self.ended = error, True
-            promise = self._promise
-        if promise is not None:
-            self._complete(promise)
-
-    def future(self) -> torch.futures.Future[Any]:
-        with self._lock:
-            if self._promise is None:
-                self._promise = Promise()
-                if self.ended:
-                    self._complete(self._promise)
-            return self._promise.future
-
-    def _complete(self, promise: Promise) -> None:
-        if self.error is None:
-            promise.set_result(None)
+        self.error = error
+        if error is None:
+            self.promise.set_result(None)
         else:
-            promise.set_error(self.error)
+            self.promise.set_error(error)
 
     def check(self) -> None:
         if self.error is None:
@@ -240,7 +223,7 @@ class RRef(Generic[T]):
         """Return a future that is done when the owner has acknowledged the creation."""
         if self.creation is None:
             raise RpcError(f"{self.name} was not created by remote() on this worker, there is nothing to wait for.")
-        return self.creation.future()
+        return self.creation.promise.future
 
     def __repr__(self) -> str:
         held = self.held
