@@ -7,7 +7,6 @@ old sessions are dropped.
 
 from __future__ import annotations
 
-import heapq
 import math
 import threading
 import time
@@ -48,8 +47,6 @@ from hvlike.transport.messages.traffic import Topic
 Handler = Callable[[Request], None]
 NoticeHandler = Callable[[int, Any, list[torch.Tensor]], None]
 
-_UNUSED_DEADLINES = 1000
-
 _autograd: Any = torch.autograd
 
 
@@ -61,6 +58,7 @@ class Call:
     kind: int
     timeout: float  # Seconds; 0: none
     then: Callable[[Call], None] | None  # Runs in a pool thread when the call has ended
+    deadline: float = math.inf  # In seconds of time.monotonic(), once it was sent
     done: bool = False
     reply: Packed | None = None  # The result, if the function returned
     failure: Any = None  # The Description of the exception, if the function raised
@@ -73,32 +71,13 @@ class PendingCalls(dict[int, Call]):
     def __init__(self) -> None:
         super().__init__()
         self.numbers = count(1)
-        self._deadlines: list[tuple[float, int]] = []
 
-    def limit(self, number: int, deadline: float) -> None:
-        heapq.heappush(self._deadlines, (deadline, number))
-        if len(self._deadlines) > 2 * len(self) + _UNUSED_DEADLINES:
-            # Answered calls leave their deadlines behind: thousands a second, each for a minute.
-            self._deadlines = [entry for entry in self._deadlines if entry[1] in self]
-            heapq.heapify(self._deadlines)
-
-    def take_all(self, ranks: set[int] | None = None) -> list[Call]:
-        numbers = [number for number, call in list(self.items()) if ranks is None or call.rank in ranks]
-        ended = [self.pop(number, None) for number in numbers]
+    def take(self, which: Callable[[Call], bool] = lambda call: True) -> list[Call]:
+        ended = [self.pop(number, None) for number, call in list(self.items()) if which(call)]
         return [call for call in ended if call is not None]
 
-    def take_expired(self, now: float) -> list[Call]:
-        expired = []
-        while self._deadlines and self._deadlines[0][0] <= now:
-            call = self.pop(heapq.heappop(self._deadlines)[1], None)
-            if call is not None:
-                expired.append(call)
-        return expired
-
     def next_deadline(self) -> float:
-        while self._deadlines and self._deadlines[0][1] not in self:
-            heapq.heappop(self._deadlines)
-        return self._deadlines[0][0] if self._deadlines else math.inf
+        return min((call.deadline for call in list(self.values())), default=math.inf)
 
     def ranks(self) -> Counter[int]:
         return Counter(call.rank for call in list(self.values()))
@@ -177,7 +156,7 @@ class Agent:
 
         self._loop.perform(leave)
         self._loop.thread_pool.allow(0)
-        for call in self.pending.take_all():
+        for call in self.pending.take():
             self._finish(call, RpcError(why))
 
     @property
@@ -274,7 +253,7 @@ class Agent:
         for rank in errors:
             for hook in list(self.when_lost):
                 hook(rank, self._lost_error(rank))
-        for call in self.pending.take_all(set(errors)):
+        for call in self.pending.take(lambda call: call.rank in errors):
             self._finish(call, self._lost_error(call.rank))
         self.shutdown.lose()
 
@@ -334,9 +313,8 @@ class Agent:
                 self._finish(call, RpcError(self._ended) if self._ended else self._lost_error(rank))
             return
         if call.timeout:
-            deadline = time.monotonic() + call.timeout
-            self.pending.limit(number, deadline)
-            self._loop.due_at(deadline)
+            call.deadline = time.monotonic() + call.timeout
+            self._loop.due_at(call.deadline)
         self._send_packed(rank, REQUEST, number, call.kind, packed)
 
     def _send_packed(self, rank: int, what: int, number: int, kind: int, packed: Packed) -> None:
@@ -371,7 +349,7 @@ class Agent:
             self.shutdown.check()
 
     def _expire(self, now: float) -> float:
-        for call in self.pending.take_expired(now):
+        for call in self.pending.take(lambda call: call.deadline <= now):
             text = (
                 f"RPC ran for more than set timeout ({call.timeout * 1000:.0f} ms) and will now be marked with an "
                 f"error: no answer to {self.me.name} (rank {self.rank}) from {self.workers[call.rank].name} "

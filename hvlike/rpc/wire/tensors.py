@@ -36,10 +36,9 @@ spans in the body.
 """
 
 NOWHERE = -1
-REQUIRES_GRAD, PARAMETER, CONJUGATE, NEGATIVE, RAW_MEMORY, OWN_MEMORY, SPARSE_PART, APART = (1 << n for n in range(8))
-"""Flags: requires grad; is an nn.Parameter; conjugate and negative bits; raw memory, not a tensor for the user; the
-memory holds this tensor only and begins with it; part of the sparse tensor that follows; in a record: the elements go
-by themselves.
+REQUIRES_GRAD, PARAMETER, CONJUGATE, NEGATIVE, RAW_MEMORY, SPARSE_PART, APART = (1 << bit for bit in range(7))
+"""Flags: requires grad; is an nn.Parameter; conjugate and negative bits; raw memory, not a tensor for the user; part of
+the sparse tensor that follows; in a record: the elements go by themselves.
 """
 
 SHORT_BYTES = 16384
@@ -67,7 +66,6 @@ class _Span:
     start: int
     stop: int
     used: int  # Bytes of its tensors' elements
-    tensors: int = 1  # How many tensors it holds
     place: int | None = None  # Its place in the message, once that is known
 
     @property
@@ -127,7 +125,6 @@ def _cover(tensor: Tensor, spans: dict[int, _Span]) -> tuple[_Span, int] | None:
         span.start = start - start % _ALIGNMENT
         span.stop = max(stop, span.stop)
         span.used += used
-        span.tensors += 1
     return span, first
 
 
@@ -148,10 +145,8 @@ def _row(tensor: Tensor, flags: int, covered: tuple[_Span, int] | None, memory: 
             piece = _as_stored(tensor.detach()).contiguous()
             start = int(piece.storage_offset()) * piece.itemsize
             place = memory.add(piece.untyped_storage(), start, int(piece.nbytes))
-            return place, name, 0, tuple(piece.shape), piece.stride(), flags | OWN_MEMORY
+            return place, name, 0, tuple(piece.shape), piece.stride(), flags
         span.place = memory.add(span.memory, span.start, span.stop - span.start)
-    if span.tensors == 1:
-        return span.place, name, 0, tuple(tensor.shape), tensor.stride(), flags | OWN_MEMORY
     return span.place, name, (first - span.start) // tensor.itemsize, tuple(tensor.shape), tensor.stride(), flags
 
 
@@ -192,13 +187,10 @@ class ReceivedMemory:
     def build(self, row: Row, device: str | None = None) -> Any:
         """Return what a row stands for: a tensor or Parameter (on `device`, if given), or a memoryview."""
         place, name, offset, shape, stride, flags = row
-        if place >= 0 or not (place == NOWHERE or flags & OWN_MEMORY):
-            tensor = _template(name).new_empty(0).set_(self._memory(place), offset, shape, stride)
-        else:
+        if place == NOWHERE:
             tensor = _template(name).new_empty_strided(shape, stride)
-            if place < NOWHERE:
-                span = self._short[NOWHERE - 1 - place]
-                ctypes.memmove(tensor.data_ptr(), span, len(span))
+        else:
+            tensor = _template(name).new_empty(0).set_(self._memory(place), offset, shape, stride)
         if device is not None:
             tensor = tensor.to(device)
         if flags & RAW_MEMORY:
