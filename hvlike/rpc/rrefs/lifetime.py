@@ -43,7 +43,7 @@ class Ticket(NamedTuple):
     owner     |                    |
     user to   | the sender's fork  | asks the owner to register the child; on the reply the child is confirmed, and it
     user      |                    | tells the sender
-    owner to  | none               | takes the value from its table: the child was a reservation, not a fork
+    owner to  | none               | takes the value from its table, and the child is over
     itself    |                    |
 
     A parent that vouches for a child is not deleted before the sender has been told.
@@ -89,7 +89,7 @@ class Effects:
 
 @dataclass(eq=False, slots=True)
 class OwnedValue:
-    """What an owner keeps of an RRef. Only the OwnerTable changes it.
+    """What an owner keeps of an RRef. Only the Lifetime changes it.
 
     settled  failure   value
     no       -         not computed yet, or the message that creates it has not come yet
@@ -104,15 +104,15 @@ class OwnedValue:
     value: Any = None
     events: ReadyEvents | None = None  # When the value is ready in the streams of this worker's GPUs
     failure: Any = None  # The Description of the exception, or an exception to raise as it is
-    holders: dict[GlobalId, int] = field(default_factory=dict)  # The forks, and the ranks that have them
+    holders: dict[GlobalId, int] = field(default_factory=dict)  # The forks, and the ranks that have them. The owner
+    # has one only while it is in a message to itself.
     deleted: set[GlobalId] = field(default_factory=set)  # Forks whose creation, which they have overtaken, is to come
-    reserved: set[GlobalId] = field(default_factory=set)  # Messages of the owner to itself that carry this RRef
     waiting: list[Callable[[], None]] = field(default_factory=list)  # Called by the thread that settles it
 
     @property
     def is_needed(self) -> bool:
         """True while somebody may ask for it by its name."""
-        return not self.settled or bool(self.holders) or bool(self.reserved)
+        return not self.settled or bool(self.holders)
 
 
 @dataclass(eq=False, slots=True)
@@ -146,29 +146,109 @@ class Fork:
         return f"UserRRef(rref_id={self.rref}, fork_id={self.id})"
 
 
-class OwnerTable:
-    """The owner's side: takes events, adds what follows to its effects."""
+class Lifetime:
+    """What one worker knows of the RRefs of a session, as owner and as user. Takes events, adds to its effects."""
 
-    def __init__(self, rank: int, effects: Effects) -> None:
-        self.effects = effects
-        self.entries: dict[GlobalId, OwnedValue] = {}
+    def __init__(self, rank: int) -> None:
         self.rank = rank
+        self.owned: dict[GlobalId, OwnedValue] = {}  # By the names of the RRefs
+        self.forks: dict[GlobalId, Fork] = {}  # Of values of other workers, by their own names
+        self.lost: set[int] = set()
         self.no_creations: dict[int, Exception] = {rank: WorkerLostError(_GONE)}
         """Workers from which no creation can come any more, and why: this one, and those that are lost."""
+        self._effects = Effects()
+        self._numbers = count()
+
+    def new_id(self) -> GlobalId:
+        return GlobalId(self.rank, next(self._numbers))
+
+    def take_effects(self) -> Effects:
+        effects, self._effects = self._effects, Effects()
+        return effects
+
+    def send(self, held: OwnedValue | Fork, destination: int) -> Ticket:
+        """An RRef goes into a message; what is to be kept until it has arrived is kept from now on."""
+        child = self.new_id()
+        if isinstance(held, OwnedValue):
+            self._share(held, child, destination)
+            return Ticket(held.id, self.rank, child, None)
+        if destination not in self.lost:
+            held.children[child] = destination
+        return Ticket(held.rref, held.owner, child, held.id)
+
+    def unsend(self, held: OwnedValue | Fork, ticket: Ticket) -> None:
+        """The message was not sent after all."""
+        if isinstance(held, OwnedValue):
+            self._unshare(held, ticket.child)
+        else:
+            self._accept(held, ticket.child)
+
+    def receive(self, ticket: Ticket, source: int) -> OwnedValue | Fork:
+        """A message with an RRef is opened: its entry on its owner, a new fork elsewhere."""
+        if ticket.owner != self.rank:
+            return self._receive_fork(ticket, source)
+        entry = self.find(ticket.rref)
+        if ticket.parent is None:
+            self._unshare(entry, ticket.child)
+        else:
+            self._tell(source, ACCEPTED, ticket.parent, ticket.child)
+        return entry
+
+    def hear(self, kind: int, source: int, names: tuple[tuple[int, int], ...]) -> None:
+        """A notice has come from worker `source`."""
+        first, *more = (GlobalId(*name) for name in names)
+        fork = self.forks.get(first)
+        if kind == REGISTER:
+            self._share(self.find(first), more[0], source)
+            self._tell(source, REGISTERED, more[0])
+        elif kind == DELETE:
+            self._delete(first, more[0])
+        elif fork is not None and kind == ACCEPTED:
+            self._accept(fork, more[0])
+        elif fork is not None and kind == REGISTERED:
+            self.confirm(fork)
+        elif fork is not None and kind == DROPPED:
+            self.drop(fork)
+
+    def forget(self, rank: int, failure: Exception) -> None:
+        """Worker `rank` is gone: what it held is given up, what it was to create fails with `failure`, and nothing that
+        it still had to tell will come.
+        """
+        self.lost.add(rank)
+        self.no_creations[rank] = failure
+        self.no_creations[self.rank] = WorkerLostError(f"{_GONE} {failure}", [rank])
+        for fork in list(self.forks.values()):
+            for child in [child for child, to in fork.children.items() if to == rank]:
+                self._accept(fork, child)
+            if fork.owner == rank:
+                self.confirm(fork)
+        for entry in list(self.owned.values()):
+            for held in [held for held, holder in entry.holders.items() if holder == rank]:
+                del entry.holders[held]
+            if not entry.created and entry.id.created_on == rank:
+                self.settle(entry, None, failure)
+            self._free_unneeded(entry)
+
+    def _tell(self, rank: int, kind: int, *names: GlobalId) -> None:
+        self._effects.notices.append((rank, kind, tuple(map(tuple, names))))
+
+    # -- as owner -----------------------------------------------------------------------------
+
+    def create(self, rref: GlobalId, fork: GlobalId | None, rank: int) -> OwnedValue:
+        """Worker `rank` has this worker make a value. fork: its fork; None on the owner itself."""
+        entry = self.owned.setdefault(rref, OwnedValue(rref))
+        entry.created = True
+        if fork is not None:
+            self._share(entry, fork, rank)
+        return entry
 
     def find(self, rref: GlobalId) -> OwnedValue:
         """Return the entry of a name; a new one if this message has overtaken the creation."""
-        entry = self.entries.get(rref)
+        entry = self.owned.get(rref)
         if entry is None:
-            entry = self.entries[rref] = OwnedValue(rref)
+            entry = self.owned[rref] = OwnedValue(rref)
             if rref.created_on in self.no_creations:
                 self.settle(entry, None, self.no_creations[rref.created_on])
-        return entry
-
-    def create(self, rref: GlobalId) -> OwnedValue:
-        """A function is about to make the value."""
-        entry = self.entries.setdefault(rref, OwnedValue(rref))
-        entry.created = True
         return entry
 
     def settle(self, entry: OwnedValue, value: Any, failure: Any) -> None:
@@ -177,90 +257,45 @@ class OwnerTable:
             return
         entry.value, entry.failure = value, failure
         entry.created = entry.settled = True
-        self.effects.answers.extend(entry.waiting)
+        self._effects.answers.extend(entry.waiting)
         entry.waiting.clear()
         self._free_unneeded(entry)
 
     def when_settled(self, entry: OwnedValue, then: Callable[[], None]) -> None:
         """Call `then` when the entry is settled; now if it is."""
         if entry.settled:
-            self.effects.answers.append(then)
+            self._effects.answers.append(then)
         else:
             entry.waiting.append(then)
 
-    def share(self, entry: OwnedValue, fork: GlobalId, rank: int) -> None:
+    def _share(self, entry: OwnedValue, fork: GlobalId, rank: int) -> None:
         """Worker `rank` has a fork, or is sent one: known from now on."""
         if fork in entry.deleted:
             entry.deleted.remove(fork)
-        elif rank not in self.no_creations:
-            self.entries[entry.id] = entry
+        elif rank not in self.lost:
+            self.owned[entry.id] = entry
             entry.holders[fork] = rank
 
-    def unshare(self, entry: OwnedValue, fork: GlobalId) -> None:
-        """A fork was not sent after all."""
+    def _unshare(self, entry: OwnedValue, fork: GlobalId) -> None:
         entry.holders.pop(fork, None)
-        entry.reserved.discard(fork)
         self._free_unneeded(entry)
 
-    def delete(self, rref: GlobalId, fork: GlobalId) -> None:
+    def _delete(self, rref: GlobalId, fork: GlobalId) -> None:
         """Nobody has this fork any more."""
         entry = self.find(rref)
-        if entry.holders.pop(fork, None) is None and not entry.created:
+        if fork not in entry.holders and not entry.created:
             entry.deleted.add(fork)
-        self._free_unneeded(entry)
-
-    def reserve(self, entry: OwnedValue, reservation: GlobalId) -> None:
-        """The owner sends the RRef to itself: no fork, but the entry must be found when the message is opened."""
-        self.entries[entry.id] = entry
-        entry.reserved.add(reservation)
-
-    def claim(self, rref: GlobalId, reservation: GlobalId) -> OwnedValue:
-        """The owner's message to itself was opened."""
-        entry = self.find(rref)
-        entry.reserved.discard(reservation)
-        self._free_unneeded(entry)
-        return entry
-
-    def forget(self, rank: int, failure: Exception) -> None:
-        """Worker `rank` is gone with its forks; creations that it has not sent fail with `failure`."""
-        self.no_creations[rank] = failure
-        self.no_creations[self.rank] = WorkerLostError(f"{_GONE} {failure}", [rank])
-        for entry in list(self.entries.values()):
-            for fork in [fork for fork, holder in entry.holders.items() if holder == rank]:
-                del entry.holders[fork]
-            if not entry.created and entry.id.created_on == rank:
-                self.settle(entry, None, failure)
-            self._free_unneeded(entry)
+        self._unshare(entry, fork)
 
     def _free_unneeded(self, entry: OwnedValue) -> None:
-        if not entry.is_needed and self.entries.pop(entry.id, None) is not None:
-            self.effects.freed.append(entry)
+        if not entry.is_needed and self.owned.pop(entry.id, None) is not None:
+            self._effects.freed.append(entry)
 
-
-class ForkTable:
-    """The user's side: takes events, adds what follows to its effects."""
-
-    def __init__(self, effects: Effects) -> None:
-        self.effects = effects
-        self.forks: dict[GlobalId, Fork] = {}
-        self.lost: set[int] = set()
+    # -- as user ------------------------------------------------------------------------------
 
     def begin(self, fork: Fork) -> None:
         """This worker has asked the owner to create the value; confirmed by the end of that call."""
         self.forks[fork.id] = fork
-
-    def receive(self, ticket: Ticket, source: int) -> Fork:
-        """A fork has come: from its owner, who knows of it, or from a user, who does not tell the owner."""
-        fork = self.forks[ticket.child] = Fork(ticket.rref, ticket.child, ticket.owner)
-        if ticket.parent is None:
-            fork.confirmed = True
-        else:
-            fork.sender, fork.parent = source, ticket.parent
-            if fork.owner in self.lost:
-                self.confirm(fork)
-            else:
-                self._tell(fork.owner, REGISTER, (tuple(fork.rref), tuple(fork.id)))
-        return fork
 
     def confirm(self, fork: Fork) -> None:
         """The owner knows of it. A second call does nothing."""
@@ -268,11 +303,11 @@ class ForkTable:
             return
         fork.confirmed = True
         if fork.sender is not None and fork.parent is not None:
-            self._tell(fork.sender, ACCEPTED, (tuple(fork.parent), tuple(fork.id)))
+            self._tell(fork.sender, ACCEPTED, fork.parent, fork.id)
         for wait in fork.waiting:
             wait.missing -= 1
             if not wait.missing:
-                self.effects.starts.append(wait.then)
+                self._effects.starts.append(wait.then)
         fork.waiting.clear()
         self._delete_finished(fork)
 
@@ -284,117 +319,36 @@ class ForkTable:
             fork.waiting.append(wait)
         return not missing
 
-    def lend(self, fork: Fork, child: GlobalId, rank: int) -> None:
-        """A child goes to worker `rank`: the fork stays until that worker has said that the owner knows."""
-        if rank not in self.lost:
-            fork.children[child] = rank
-
-    def accepted(self, parent: GlobalId, child: GlobalId) -> None:
-        """The owner knows of the child, or the message with it was not sent."""
-        fork = self.forks.get(parent)
-        if fork is not None and fork.children.pop(child, None) is not None:
-            self._delete_finished(fork)
-
     def drop(self, fork: Fork) -> None:
         """Nobody holds it any more. A second call does nothing."""
         fork.dropped = True
         self._delete_finished(fork)
 
-    def forget(self, rank: int) -> None:
-        """Worker `rank` is gone: nothing that it still had to tell will come."""
-        self.lost.add(rank)
+    def drop_all(self) -> None:
+        """Shutdown takes every fork away, held or not."""
         for fork in list(self.forks.values()):
-            for child in [child for child, to in fork.children.items() if to == rank]:
-                self.accepted(fork.id, child)
-            if fork.owner == rank:
+            self.drop(fork)
+
+    def _receive_fork(self, ticket: Ticket, source: int) -> Fork:
+        """A fork has come: from its owner, who knows of it, or from a user, who does not tell the owner."""
+        fork = self.forks[ticket.child] = Fork(ticket.rref, ticket.child, ticket.owner)
+        if ticket.parent is None:
+            fork.confirmed = True
+        else:
+            fork.sender, fork.parent = source, ticket.parent
+            if fork.owner in self.lost:
                 self.confirm(fork)
+            else:
+                self._tell(fork.owner, REGISTER, fork.rref, fork.id)
+        return fork
+
+    def _accept(self, fork: Fork, child: GlobalId) -> None:
+        """The owner knows of the child, or the message with it was not sent."""
+        if fork.children.pop(child, None) is not None:
+            self._delete_finished(fork)
 
     def _delete_finished(self, fork: Fork) -> None:
         if fork.dropped and fork.confirmed and not fork.children and not fork.deleted:
             fork.deleted = True
             del self.forks[fork.id]
-            self._tell(fork.owner, DELETE, (tuple(fork.rref), tuple(fork.id)))
-
-    def _tell(self, rank: int, kind: int, value: tuple[object, ...]) -> None:
-        self.effects.notices.append((rank, kind, value))
-
-
-class Lifetime:
-    """What one worker knows of the RRefs of a session, as owner and as user."""
-
-    def __init__(self, rank: int) -> None:
-        self.rank = rank
-        self._effects = Effects()
-        self.owned = OwnerTable(rank, self._effects)
-        self.used = ForkTable(self._effects)
-        self._numbers = count()
-
-    def new_id(self) -> GlobalId:
-        return GlobalId(self.rank, next(self._numbers))
-
-    def take_effects(self) -> Effects:
-        effects = self._effects
-        self._effects = self.owned.effects = self.used.effects = Effects()
-        return effects
-
-    def create(self, rref: GlobalId, fork: GlobalId | None, rank: int) -> OwnedValue:
-        """Worker `rank` has this worker make a value. fork: its fork; None on the owner itself."""
-        entry = self.owned.create(rref)
-        if fork is not None:
-            self.owned.share(entry, fork, rank)
-        return entry
-
-    def send(self, held: OwnedValue | Fork, destination: int) -> Ticket:
-        """An RRef goes into a message; what is to be kept until it has arrived is kept from now on."""
-        child = self.new_id()
-        if isinstance(held, Fork):
-            self.used.lend(held, child, destination)
-            return Ticket(held.rref, held.owner, child, held.id)
-        if destination == self.rank:
-            self.owned.reserve(held, child)
-        else:
-            self.owned.share(held, child, destination)
-        return Ticket(held.id, self.rank, child, None)
-
-    def unsend(self, held: OwnedValue | Fork, ticket: Ticket) -> None:
-        if isinstance(held, Fork):
-            self.used.accepted(held.id, ticket.child)
-        else:
-            self.owned.unshare(held, ticket.child)
-
-    def receive(self, ticket: Ticket, source: int) -> OwnedValue | Fork:
-        """A message with an RRef is opened: its entry on its owner, a new fork elsewhere."""
-        if ticket.owner != self.rank:
-            return self.used.receive(ticket, source)
-        if ticket.parent is None:
-            return self.owned.claim(ticket.rref, ticket.child)
-        entry = self.owned.find(ticket.rref)
-        self._effects.notices.append((source, ACCEPTED, (tuple(ticket.parent), tuple(ticket.child))))
-        return entry
-
-    def hear(self, kind: int, source: int, value: tuple[Any, ...]) -> None:
-        """A notice has come from worker `source`."""
-        first = GlobalId(*value[0])
-        second = GlobalId(*value[1]) if len(value) > 1 else first
-        fork = self.used.forks.get(first)
-        if kind == REGISTER:
-            self.owned.share(self.owned.find(first), second, source)
-            self._effects.notices.append((source, REGISTERED, (tuple(second),)))
-        elif kind == DELETE:
-            self.owned.delete(first, second)
-        elif kind == ACCEPTED:
-            self.used.accepted(first, second)
-        elif fork is not None and kind == REGISTERED:
-            self.used.confirm(fork)
-        elif fork is not None and kind == DROPPED:
-            self.used.drop(fork)
-
-    def drop_all(self) -> None:
-        """Shutdown takes every fork away, held or not."""
-        for fork in list(self.used.forks.values()):
-            self.used.drop(fork)
-
-    def forget(self, rank: int, failure: Exception) -> None:
-        """Worker `rank` is gone: what it held is given up, what it was to create fails with `failure`."""
-        self.used.forget(rank)
-        self.owned.forget(rank, failure)
+            self._tell(fork.owner, DELETE, fork.rref, fork.id)

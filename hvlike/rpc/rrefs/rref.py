@@ -292,7 +292,7 @@ def _remote(agent: Agent, *call: Any) -> RRef[Any]:
         fork = NO_FORK
     else:
         held = Fork(rref, lifetime.new_id(), rank)
-        session.perform(lifetime.used.begin, held)
+        session.perform(lifetime.begin, held)
         fork = held.id
     names = NAME.pack(*rref) + NAME.pack(*fork)
     then = partial(_acknowledge, session, held, creation)
@@ -303,7 +303,7 @@ def _remote(agent: Agent, *call: Any) -> RRef[Any]:
 def _acknowledge(session: RRefSession, held: OwnedValue | Fork, creation: Creation, call: Call) -> None:
     creation.end(call.error)
     if isinstance(held, Fork):
-        session.perform(session.lifetime.used.confirm, held)
+        session.perform(session.lifetime.confirm, held)
 
 
 def _fetch(session: RRefSession, fork: Fork, timeout: float) -> Any:

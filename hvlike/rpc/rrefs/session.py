@@ -113,7 +113,7 @@ class RRefSession:
     def when_confirmed(self, rrefs: Sequence[Any], then: Callable[[], None]) -> None:
         """Call `then` when the owners of these RRefs know of them: now, or in a pool thread. Does not block."""
         forks = [rref.held for rref in rrefs if isinstance(rref.held, Fork)]
-        if all(fork.confirmed for fork in forks) or self.perform(self.lifetime.used.when_confirmed, forks, then):
+        if all(fork.confirmed for fork in forks) or self.perform(self.lifetime.when_confirmed, forks, then):
             then()
 
     def when_settled(self, entry: OwnedValue, then: Callable[[], None]) -> None:
@@ -121,7 +121,7 @@ class RRefSession:
         if entry.settled:
             then()
         else:
-            self.perform(self.lifetime.owned.when_settled, entry, then)
+            self.perform(self.lifetime.when_settled, entry, then)
 
     def wait(self, entry: OwnedValue, seconds: float | None = None) -> bool:
         """Block until the entry is settled; False if the time was over before."""
@@ -135,7 +135,7 @@ class RRefSession:
         """The value is computed, or will never be. In the thread that computed it."""
         if failure is None:
             entry.events = self.agent.devices.ready_events()
-        self.perform(self.lifetime.owned.settle, entry, value, failure)
+        self.perform(self.lifetime.settle, entry, value, failure)
 
     def local(self, value: Any) -> OwnedValue:
         """Return the entry of a value that exists; it is in no table before it is sent."""
@@ -147,20 +147,20 @@ class RRefSession:
         self.is_over = True
         _Process.session = None
         failure = RpcError(f"RPC has been shut down on {self.agent.me.name} before the value of this RRef was there.")
-        for entry in list(self.lifetime.owned.entries.values()):
-            self.perform(self.lifetime.owned.settle, entry, None, failure)
-        self.lifetime.owned.entries.clear()
-        self.lifetime.used.forks.clear()
+        for entry in list(self.lifetime.owned.values()):
+            self.perform(self.lifetime.settle, entry, None, failure)
+        self.lifetime.owned.clear()
+        self.lifetime.forks.clear()
 
     def live(self) -> list[LiveRRef]:
         with self._lock:
-            return [self._describe(entry) for _, entry in sorted(self.lifetime.owned.entries.items())]
+            return [self._describe(entry) for _, entry in sorted(self.lifetime.owned.items())]
 
     def debug_info(self) -> dict[str, str]:
         """Return counts under torch's names; num_user_rrefs is hvlike's own."""
         with self._lock:
-            entries = list(self.lifetime.owned.entries.values())
-            forks = list(self.lifetime.used.forks.values())
+            entries = list(self.lifetime.owned.values())
+            forks = list(self.lifetime.forks.values())
             return {
                 "num_owner_rrefs": str(len(entries)),
                 "num_forks": str(sum(len(entry.holders) for entry in entries)),
@@ -174,14 +174,15 @@ class RRefSession:
         what = entry.what
         if not what and entry.settled:
             what = f"{type(entry.value).__module__}.{type(entry.value).__qualname__}"
+        holders = [rank for rank in entry.holders.values() if rank != self.rank]
         return LiveRRef(
             id=entry.id,
             owner=self.agent.me.name,
             creator=workers[entry.id.created_on].name,
             what=what,
             settled=entry.settled,
-            forks=len(entry.holders),
-            holders=tuple(workers[rank].name for rank in sorted(set(entry.holders.values()))),
+            forks=len(holders),
+            holders=tuple(workers[rank].name for rank in sorted(set(holders))),
         )
 
 
@@ -267,9 +268,8 @@ def _look_up(session: RRefSession, request: Request) -> None:
     request.about = f"to_here of {rref}"
     if request.packed.note is not None:
         autograd_hooks().came(request.packed.note, request.source, ())
-    owned = session.lifetime.owned
-    entry = session.perform(owned.find, rref, in_loop=True)
-    session.perform(owned.when_settled, entry, partial(_send_copy, session, request, entry), in_loop=True)
+    entry = session.perform(session.lifetime.find, rref, in_loop=True)
+    session.perform(session.lifetime.when_settled, entry, partial(_send_copy, session, request, entry), in_loop=True)
 
 
 def _send_copy(session: RRefSession, request: Request, entry: OwnedValue) -> None:

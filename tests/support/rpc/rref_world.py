@@ -44,7 +44,7 @@ class World:
     def local(self, rank: int) -> None:
         """RRef(value)."""
         entry = OwnedValue(self.workers[rank].new_id())
-        self.workers[rank].owned.settle(entry, "local", None)
+        self.workers[rank].settle(entry, "local", None)
         self.made[entry.id] = entry
         self.held.append((rank, entry))
 
@@ -58,7 +58,7 @@ class World:
             self.flying.append(Step(rank, rank, partial(self._begin, rank, rref, None)))
             return
         fork = Fork(rref, worker.new_id(), owner)
-        worker.used.begin(fork)
+        worker.begin(fork)
         self.held.append((rank, fork))
         self.flying.append(Step(rank, owner, partial(self._create, fork, rank)))
         self.running.append(Step(rank, rank, partial(self._acknowledge, rank, fork)))
@@ -122,16 +122,16 @@ class World:
 
     def check_alive(self) -> None:
         """No value is gone while a fork of it is held or on its way."""
-        wanted = [(fork.rref, fork.owner) for worker in self.workers for fork in worker.used.forks.values()]
+        wanted = [(fork.rref, fork.owner) for worker in self.workers for fork in worker.forks.values()]
         for rref, owner in wanted + self.carried:
             if rref in self.made:
-                assert self.workers[owner].owned.entries.get(rref) is self.made[rref]
+                assert self.workers[owner].owned.get(rref) is self.made[rref]
 
     def check_empty(self) -> None:
         """Nothing is left: every value was freed, every wait has ended."""
         for rank in self.survivors():
-            assert not self.workers[rank].owned.entries
-            assert not self.workers[rank].used.forks
+            assert not self.workers[rank].owned
+            assert not self.workers[rank].forks
         assert self.lost is not None or (self.unanswered, self.unconfirmed, self.carried) == (0, 0, [])
 
     # -- what arrives -----------------------------------------------------------------------------
@@ -142,18 +142,18 @@ class World:
         self._carry_out(fork.owner)
 
     def _begin(self, owner: int, rref: GlobalId, acknowledge: Step | None) -> None:
-        entry = self.workers[owner].owned.create(rref)
+        entry = self.workers[owner].create(rref, None, owner)
         assert self.made.setdefault(rref, entry) is entry or self.lost is not None
         self.running.append(Step(owner, owner, partial(self._finish, owner, entry, acknowledge)))
 
     def _finish(self, owner: int, entry: OwnedValue, acknowledge: Step | None) -> None:
-        self.workers[owner].owned.settle(entry, "result", None)
+        self.workers[owner].settle(entry, "result", None)
         if acknowledge is not None:
             self.flying.append(acknowledge)
         self._carry_out(owner)
 
     def _acknowledge(self, creator: int, fork: Fork) -> None:
-        self.workers[creator].used.confirm(fork)
+        self.workers[creator].confirm(fork)
         self._carry_out(creator)
 
     def _receive(self, ticket: Ticket, source: int, to: int) -> None:
@@ -163,18 +163,18 @@ class World:
         self.held.append((to, held))
         if isinstance(held, OwnedValue):
             assert self.made.setdefault(ticket.rref, held) is held or self.lost is not None
-        elif not worker.used.when_confirmed([held], partial(self._confirmed, held)):
+        elif not worker.when_confirmed([held], partial(self._confirmed, held)):
             self.unconfirmed += 1
         self._carry_out(to)
 
     def _confirmed(self, fork: Fork) -> None:
         self.unconfirmed -= 1
         if self.lost is None:
-            assert fork.id in self.workers[fork.owner].owned.entries[fork.rref].holders
+            assert fork.id in self.workers[fork.owner].owned[fork.rref].holders
 
     def _fetch(self, fork: Fork) -> None:
-        entry = self.workers[fork.owner].owned.find(fork.rref)
-        self.workers[fork.owner].owned.when_settled(entry, self._answered)
+        entry = self.workers[fork.owner].find(fork.rref)
+        self.workers[fork.owner].when_settled(entry, self._answered)
         self._carry_out(fork.owner)
 
     def _answered(self) -> None:
