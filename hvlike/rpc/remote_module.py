@@ -12,7 +12,7 @@ from hvlike.errors import RpcError, UsageError
 from hvlike.rpc.agent.agent import current_agent
 from hvlike.rpc.agent.calls import rpc_async, rpc_sync
 from hvlike.rpc.rrefs.rref import RRef, remote
-from hvlike.rpc.wire.pickler import Incoming, carry
+from hvlike.rpc.wire.reducers import REDUCERS
 
 FORMS = "'<worker>', '<worker>/cpu', '<worker>/cuda:<number>', or 'rank:<rank>' in the place of the worker"
 
@@ -238,12 +238,8 @@ def _assemble(on: str | int, device: str, module_rref: RRef[nn.Module]) -> Remot
     return module
 
 
-def _restore(args: tuple[str | int, str, RRef[nn.Module]], incoming: Incoming) -> RemoteModule:
-    return _assemble(*args)
-
-
 # Attributes that the program has set on it do not travel.
-carry(RemoteModule, lambda module, outgoing: (module.on, module.device, module.module_rref), _restore)
+REDUCERS[RemoteModule] = lambda pickler, module: (_assemble, (module.on, module.device, module.module_rref))
 
 
 # The following functions run on the owner.

@@ -1,14 +1,13 @@
 """Values as they travel: pickle protocol 5, with tensors and the memory of numpy arrays out of band.
 
 Whatever cannot be in the pickle stream is taken, while the stream is read, from the sequence of out-of-band buffers, in
-order of appearance: a tensor, the memory of an array, or the message's Incoming (which RRefs need). A table behind the
-stream says how to build that sequence:
+order of appearance: a tensor, the memory of an array, or an RRef. A table behind the stream says how to build that
+sequence:
 
     stream                      the value; tensors are references to "the next buffer"
     memory                      the short pieces, as bytes; long ones go by themselves (tensors.SentMemory)
-    table, its length, b"T"     only if there are items: one row each (tensors.Row; None: the Incoming; _Ahead;
-                                tensors.SparseRow, after the rows of its parts), the lengths of the short pieces, and
-                                which rows go to which device
+    table, its length, b"T"     only if there are items: one row each (tensors.Row; _Ahead; tensors.SparseRow, after the
+                                rows of its parts), the lengths of the short pieces, and which rows go to which device
     tensors, their length, b"S" instead of both if there are only simple tensors (tensors.pack_simple)
     tensor, its length, b"B"    the same without a stream: the value is one simple tensor
 
@@ -54,8 +53,6 @@ _ARRAY_BYTES = 4096  # Smaller arrays stay in the stream: sending one by itself 
 _KEEP_BYTES = 1 << 12
 """A pickler is used again after streams up to this size. A longer stream leaves it a large memo that is wiped after
 every later message: 50 us each time after 100 KiB of small objects."""
-
-_THE_INCOMING = pickle.PickleBuffer(bytearray(1))  # Stands for the message's Incoming in the stream; see THE_TENSOR
 
 
 @dataclass(eq=False, slots=True)
@@ -152,19 +149,11 @@ def carry_ahead(
     def travel(pickler: MessagePickler, obj: T) -> tuple[Any, ...]:
         numbers = reduce(obj, pickler.outgoing)
         pickler.ahead[len(pickler.items)] = cls.__qualname__, numbers
-        return arrived, (_THE_INCOMING,)
+        pickler.items.append(None)
+        return arrived, (THE_TENSOR,)
 
     REDUCERS[cls] = travel
     _AHEAD[cls.__qualname__] = restore
-
-
-def carry(cls: type[T], reduce: Callable[[T, Outgoing], Any], restore: Callable[[Any, Incoming], T]) -> None:
-    """Let instances of exactly `cls` travel as what `reduce` makes of them. `restore` is at module level."""
-
-    def travel(pickler: MessagePickler, obj: T) -> tuple[Any, ...]:
-        return restore, (reduce(obj, pickler.outgoing), _THE_INCOMING)
-
-    REDUCERS[cls] = travel
 
 
 class Pickler(pickle.Pickler):
@@ -218,7 +207,7 @@ class MessagePickler:
             if tensor is not None and tensor.requires_grad:
                 self.outgoing.graded.append(tensor)
         rows, memory = tensors.lay_out(self.items)
-        mixed = [self.ahead.get(place, row) for place, row in enumerate(rows)] if self.ahead else rows
+        mixed = [self.ahead.get(place, row) for place, row in enumerate(rows)]
         table = pickle.dumps((mixed, [len(piece) for piece in memory.short], self.targets or None), _PROTOCOL)
         self._chunks += (*memory.short, table, _END.pack(len(table), _TABLE))
         self.ahead.clear()
@@ -234,9 +223,6 @@ class MessagePickler:
 
     def _keep_in_band(self, buffer: pickle.PickleBuffer) -> bool:
         if buffer is THE_TENSOR:
-            return False
-        if buffer is _THE_INCOMING:
-            self.items.append(None)
             return False
         memory = buffer.raw()
         if memory.readonly or memory.nbytes < _ARRAY_BYTES:
@@ -278,8 +264,8 @@ def _build_table(packed: Packed, incoming: Incoming) -> tuple[list[Any], list[in
     parts: list[Tensor] = []
     graded: list[int] = []
     for place, row in enumerate(rows):
-        if row is None or place in ahead:
-            arrivals.append(ahead.get(place, incoming))
+        if place in ahead:
+            arrivals.append(ahead[place])
             continue
         if isinstance(row[0], str):
             arrival = tensors.assemble_sparse(parts, row)
@@ -310,11 +296,7 @@ def table_of(body: Body) -> tuple[list[Any], list[bytes], dict[int, str] | None]
 
 def _restore_ahead(rows: list[Any], incoming: Incoming) -> dict[int, Any]:
     """Return the objects that stand in the table itself, by place."""
-    return {
-        place: _AHEAD[row[0]](row[1], incoming)
-        for place, row in enumerate(rows)
-        if row is not None and row[0] in _AHEAD
-    }
+    return {place: _AHEAD[row[0]](row[1], incoming) for place, row in enumerate(rows) if row[0] in _AHEAD}
 
 
 _AHEAD: dict[str, Callable[[tuple[int, ...], Incoming], Any]] = {}  # How to restore what stands in the table, by class

@@ -12,7 +12,7 @@ import torch
 from support.rpc.parcels import memory_bytes, received, same_memory, travel
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
-from hvlike.rpc.wire.pickler import Incoming, Outgoing, carry, pack, unpack
+from hvlike.rpc.wire.pickler import Incoming, Outgoing, carry_ahead, pack, unpack
 
 
 class Pair(NamedTuple):
@@ -197,30 +197,29 @@ def test_arrays_that_cannot_be_sent_from_where_they_are_travel_in_the_stream() -
     assert fourth[2].item() == 1
 
 
-def test_a_registered_class_travels_as_it_wants() -> None:
+def test_a_registered_class_travels_as_numbers() -> None:
     class_ = Ticket
-    carry(class_, lambda ticket, outgoing: (ticket.tensor, outgoing.destination), restore_ticket)
-    tensor = torch.arange(3)
-    ticket = Ticket(tensor)
+    carry_ahead(class_, lambda ticket, outgoing: (ticket.number, outgoing.destination), restore_ticket)
+    ticket, tensor = Ticket(3), torch.arange(3)
     incoming = Incoming(4)
     before, first, (second,), after = travel((torch.zeros(1), ticket, [ticket], tensor), Outgoing(7), incoming)
     assert first is second
-    assert first.tensor is after
+    assert first.number == 3
     assert first.path == (7, 4)
-    assert before.item() == 0
+    assert (before.item(), after.tolist()) == (0, [0, 1, 2])
     assert incoming.rrefs == [first]
 
 
 class Ticket:
     """Knows where it came from and where it went."""
 
-    def __init__(self, tensor: torch.Tensor, path: tuple[int, int] | None = None) -> None:
-        self.tensor = tensor
+    def __init__(self, number: int, path: tuple[int, int] | None = None) -> None:
+        self.number = number
         self.path = path
 
 
-def restore_ticket(args: tuple[torch.Tensor, int], incoming: Incoming) -> Ticket:
-    ticket = Ticket(args[0], (args[1], incoming.source))
+def restore_ticket(numbers: tuple[int, ...], incoming: Incoming) -> Ticket:
+    ticket = Ticket(numbers[0], (numbers[1], incoming.source))
     incoming.rrefs.append(ticket)
     return ticket
 
