@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import pickle
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, TypeAlias, TypeVar
@@ -75,7 +75,6 @@ class Incoming:
     """One message being opened."""
 
     source: int  # The sender's rank
-    graded: Sequence[Tensor] = ()  # Copies of `Outgoing.graded`: leaves, or in a context what replaces them
     rrefs: list[Any] = field(default_factory=list)  # The RRefs in the message; what restores them adds them
 
 
@@ -238,31 +237,26 @@ def _arrivals(packed: Packed, incoming: Incoming) -> list[Any]:
     """Return what the stream takes as buffers, in order of appearance."""
     kind = packed.body[-1]
     arrivals: list[Any] = []
-    graded: list[int] = []
     if kind in _IS_SIMPLE:
         stop = len(packed.body) - _END.size
         length, _ = _END.unpack_from(packed.body, stop)
-        arrivals = unpack_simple(packed.body, stop - length, stop, packed.storages)
-        graded = [place for place, tensor in enumerate(arrivals) if tensor.requires_grad]
+        arrivals += unpack_simple(packed.body, stop - length, stop, packed.storages)
     elif kind != _STOP:
-        arrivals, graded = _build_table(packed, incoming)
-    if graded:
-        incoming.graded = [arrivals[place] for place in graded]
+        arrivals = _build_table(packed, incoming)
     if packed.note is not None:
-        incoming.graded = autograd_hooks().came(packed.note, incoming.source, incoming.graded)
-        for place, tensor in zip(graded, incoming.graded, strict=True):
+        graded = [place for place, each in enumerate(arrivals) if isinstance(each, Tensor) and each.requires_grad]
+        attached = autograd_hooks().came(packed.note, incoming.source, [arrivals[place] for place in graded])
+        for place, tensor in zip(graded, attached, strict=True):
             arrivals[place] = tensor
     return arrivals
 
 
-def _build_table(packed: Packed, incoming: Incoming) -> tuple[list[Any], list[int]]:
-    """Return what the table of a message stands for, and the places of the tensors that require grad."""
+def _build_table(packed: Packed, incoming: Incoming) -> list[Any]:
     rows, pieces, targets = table_of(packed.body)
     ahead = _restore_ahead(rows, incoming)
     memory = tensors.ReceivedMemory(pieces, packed.storages)
     arrivals: list[Any] = []
     parts: list[Tensor] = []
-    graded: list[int] = []
     for place, row in enumerate(rows):
         if place in ahead:
             arrivals.append(ahead[place])
@@ -275,10 +269,8 @@ def _build_table(packed: Packed, incoming: Incoming) -> tuple[list[Any], list[in
             if row[-1] & tensors.SPARSE_PART:
                 parts.append(arrival)
                 continue
-        if row[-1] & tensors.REQUIRES_GRAD:
-            graded.append(len(arrivals))
         arrivals.append(arrival)
-    return arrivals, graded
+    return arrivals
 
 
 def table_of(body: Body) -> tuple[list[Any], list[bytes], dict[int, str] | None]:
