@@ -8,8 +8,8 @@ sequence:
     memory                      the short pieces, as bytes; long ones go by themselves (tensors.SentMemory)
     table, its length, b"T"     only if there are items: one row each (tensors.Row; _Ahead; tensors.SparseRow, after the
                                 rows of its parts), the lengths of the short pieces, and which rows go to which device
-    tensors, their length, b"S" instead of both if there are only simple tensors (tensors.pack_simple)
-    tensor, its length, b"B"    the same without a stream: the value is one simple tensor
+    tensors, their start, b"S"  instead of both if there are only simple tensors (tensors.pack_simple)
+    tensor, 0, b"B"             the same without a stream: the value is one simple tensor
 
 RRefs stand in the table itself: a worker that cannot open the stream, or does not want it any more, still takes over
 what the sender keeps alive for it, and releases it.
@@ -87,7 +87,7 @@ def pack(value: Any, outgoing: Outgoing) -> Packed:
     try:
         simple = pack_simple([(value, 0)]) if type(value) is Tensor and is_dense(value) else None
         if simple is not None:
-            packed = _join_simple([], simple, _BARE, outgoing)
+            packed = _join_simple([], 0, simple, outgoing)
         elif outgoing.cloudpickle:
             packed = MessagePickler(cloud_pickler).pack(value, outgoing)
         else:
@@ -134,10 +134,12 @@ def discard(packed: Packed, incoming: Incoming) -> None:
         _restore_ahead(table_of(body)[0], incoming)
 
 
-def _join_simple(chunks: list[bytes | memoryview], simple: SimpleTensors, kind: bytes, outgoing: Outgoing) -> Packed:
+def _join_simple(stream: list[Any], streamed: int, simple: SimpleTensors, outgoing: Outgoing) -> Packed:
     parts, storages, graded = simple
-    outgoing.graded += graded
-    return Packed(join_parts((*chunks, *parts, _END.pack(sum(map(len, parts)), kind))), storages)
+    if graded:
+        outgoing.graded += graded
+    parts.append(_END.pack(streamed, _SIMPLE if stream else _BARE))
+    return Packed(join_parts(stream + parts), storages)
 
 
 def carry_ahead(
@@ -188,7 +190,7 @@ class MessagePickler:
         self.streamed = streamed
         simple = pack_simple(items) if items and not self.targets else None
         if simple is not None:
-            packed = _join_simple(chunks, simple, _SIMPLE, outgoing)
+            packed = _join_simple(chunks, streamed, simple, outgoing)
         else:
             storages = self._add_table() if items else []
             packed = Packed(chunks[0] if len(chunks) == 1 else join_parts(chunks), storages)
@@ -236,13 +238,13 @@ _idle: list[MessagePickler] = []  # Picklers to be used again, by any thread
 def _arrivals(packed: Packed, incoming: Incoming) -> list[Any]:
     """Return what the stream takes as buffers, in order of appearance."""
     kind = packed.body[-1]
-    arrivals: list[Any] = []
+    arrivals: list[Any]
     if kind in _IS_SIMPLE:
         stop = len(packed.body) - _END.size
-        length, _ = _END.unpack_from(packed.body, stop)
-        arrivals += unpack_simple(packed.body, stop - length, stop, packed.storages)
-    elif kind != _STOP:
-        arrivals = _build_table(packed, incoming)
+        start, _ = _END.unpack_from(packed.body, stop)
+        arrivals = unpack_simple(packed.body, start, stop, packed.storages)
+    else:
+        arrivals = [] if kind == _STOP else _build_table(packed, incoming)
     if packed.note is not None:
         graded = [place for place, each in enumerate(arrivals) if isinstance(each, Tensor) and each.requires_grad]
         attached = autograd_hooks().came(packed.note, incoming.source, [arrivals[place] for place in graded])

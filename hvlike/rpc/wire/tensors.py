@@ -299,7 +299,7 @@ def pack_simple(items: Sequence[tuple[Tensor, int] | None]) -> SimpleTensors | N
     parts: list[bytes | memoryview] = []
     storages: list[Tensor] = []
     graded: list[Tensor] = []
-    seen = set()
+    memories = set()
     for item in items:
         if item is None:
             return None
@@ -310,22 +310,23 @@ def pack_simple(items: Sequence[tuple[Tensor, int] | None]) -> SimpleTensors | N
         if number is None or not address or not nbytes or not tensor.is_contiguous() or tensor.is_neg():
             return None
         memory, start = tensor.untyped_storage(), int(tensor.storage_offset()) * tensor.itemsize
-        seen.add(memory._cdata)
+        memories.add(memory._cdata)
         if flags & ~PARAMETER or memory.nbytes() < start + nbytes:
             return None
         if tensor.requires_grad:
             flags |= REQUIRES_GRAD
             graded.append(tensor)
         shape = tensor.shape
-        is_apart = nbytes > short_bytes
-        parts.append(_record(len(shape)).pack(number, flags | APART * is_apart, len(shape), *shape))
-        if is_apart:
+        if nbytes > short_bytes:
+            flags |= APART
+        parts.append(_record(len(shape)).pack(number, flags, len(shape), *shape))
+        if flags & APART:
             storages.append(_BYTES.new_empty(0).set_(memory, start, (nbytes,), (1,)))
         elif nbytes >= _LONG_BYTES:
             parts.append(memoryview(_array(nbytes).from_address(address)))
         else:
             parts.append(ctypes.string_at(address, nbytes))
-    return (parts, storages, graded) if len(seen) == len(items) else None
+    return (parts, storages, graded) if len(memories) == len(items) else None
 
 
 def unpack_simple(body: Body, start: int, stop: int, storages: Sequence[Tensor]) -> list[Tensor]:
