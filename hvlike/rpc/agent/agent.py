@@ -125,8 +125,8 @@ class Agent:
         self.shutdown = SessionShutdown(self)
         # Set by the RRefs. Calls `then` when the owners of all RRefs of a message know of them.
         self.when_confirmed: Callable[[Sequence[Any], Callable[[], None]], None] = lambda rrefs, then: then()
-        # Set by the RRefs. Gets kind, sender and reply of a call that has ended without it, in a pool thread.
-        self.unwanted: Callable[[int, int, Packed], None] = lambda kind, source, packed: None
+        # Set by the RRefs. Gets sender and reply of a call that has ended without it, in a pool thread.
+        self.unwanted: Callable[[int, Packed], None] = lambda source, packed: None
         self.when_lost: list[Callable[[int, Exception], None]] = []  # For a worker that is gone, and why. In the loop.
 
     def begin(self) -> None:
@@ -293,7 +293,7 @@ class Agent:
         if call is None:
             # It ended without this reply, by its time limit.
             if what == ANSWER:
-                self.submit(partial(self.unwanted, rest[2], source, Packed(rest[1], storages, *rest[3:])))
+                self.submit(partial(self.unwanted, source, Packed(rest[1], storages, *rest[3:])))
             return
         error = None
         if what == ANSWER:

@@ -35,63 +35,7 @@ class BackendType(enum.Enum):
 
 
 class RpcBackendOptions:
-    """How RPC works on this worker.
-
-    Args:
-        num_worker_threads: How many functions of callers run at a time on this worker; at least 1.
-        rpc_timeout: Seconds until a call without a timeout of its own fails; 0: never.
-        init_method: Accepted and ignored: the ranks of an MPI job know each other.
-        cloudpickle: Send functions and classes that cannot be imported by name (lambdas, local ones) with the package
-            cloudpickle.
-
-    Raises:
-        UsageError: (a ValueError) For a wrong value.
-
-    Source: torch.distributed.rpc.RpcBackendOptions.
-    """
-
-    def __init__(
-        self,
-        *,
-        num_worker_threads: int = DEFAULT_NUM_WORKER_THREADS,
-        rpc_timeout: float = DEFAULT_RPC_TIMEOUT_SEC,
-        init_method: str | None = DEFAULT_INIT_METHOD,
-        cloudpickle: bool = False,
-    ) -> None:
-        self.num_worker_threads = num_worker_threads
-        self.rpc_timeout = rpc_timeout
-        self.init_method = init_method
-        self.cloudpickle = cloudpickle
-        self.device_maps: dict[str, DeviceMap] = {}  # Where this worker's GPU tensors go, by name of the receiver
-        self.devices: list[torch.device] = []  # GPUs that functions called on this worker use, beside those in the maps
-        self.check()
-
-    def check(self) -> None:
-        """Check the values; init_rpc does it again, because attributes can be set.
-
-        Raises:
-            UsageError: (a ValueError) For a wrong value.
-        """
-        threads = self.num_worker_threads
-        if isinstance(threads, bool) or not isinstance(threads, int) or threads < 1:
-            raise UsageError(f"RpcBackendOptions: num_worker_threads must be an int of at least 1, got {threads!r}.")
-        self.rpc_timeout = checked_timeout("RpcBackendOptions: rpc_timeout", self.rpc_timeout)
-        if not isinstance(self.cloudpickle, bool):
-            raise UsageError(f"RpcBackendOptions: cloudpickle must be True or False, got {self.cloudpickle!r}.")
-
-    def offer(self) -> DeviceOffer:
-        """Return what the other workers have to know about the GPUs here. Does not start CUDA."""
-        return DeviceOffer(torch.cuda.device_count(), self.device_maps)
-
-    def __repr__(self) -> str:
-        return (
-            f"{type(self).__name__}(num_worker_threads={self.num_worker_threads}, rpc_timeout={self.rpc_timeout}, "
-            f"cloudpickle={self.cloudpickle})"
-        )
-
-
-class TensorPipeRpcBackendOptions(RpcBackendOptions):
-    """RpcBackendOptions with the name and the arguments that torch programs use; _transports and _channels are ignored.
+    """How RPC works on this worker. torch programs know it as TensorPipeRpcBackendOptions, which is the same class.
 
     Args:
         num_worker_threads: How many functions of callers run at a time on this worker; at least 1.
@@ -101,7 +45,10 @@ class TensorPipeRpcBackendOptions(RpcBackendOptions):
             calls to that worker arrive; tensors in its results travel the other way round. A GPU tensor without a map
             is refused.
         devices: GPUs that functions called on this worker use, beside those in the maps.
-        cloudpickle: Send functions and classes that cannot be imported by name with the package cloudpickle.
+        cloudpickle: Send functions and classes that cannot be imported by name (lambdas, local ones) with the package
+            cloudpickle.
+        _transports: Accepted and ignored.
+        _channels: Accepted and ignored.
 
     Raises:
         UsageError: (a ValueError) For a wrong value.
@@ -121,15 +68,29 @@ class TensorPipeRpcBackendOptions(RpcBackendOptions):
         _transports: Sequence[str] | None = None,
         _channels: Sequence[str] | None = None,
     ) -> None:
-        super().__init__(
-            num_worker_threads=num_worker_threads,
-            rpc_timeout=rpc_timeout,
-            init_method=init_method,
-            cloudpickle=cloudpickle,
-        )
+        self.num_worker_threads = num_worker_threads
+        self.rpc_timeout = rpc_timeout
+        self.init_method = init_method
+        self.cloudpickle = cloudpickle
+        self.device_maps: dict[str, DeviceMap] = {}  # Where this worker's GPU tensors go, by name of the receiver
+        self.devices: list[torch.device] = []  # GPUs that functions called on this worker use, beside those in the maps
+        self.check()
         for to, device_map in (device_maps or {}).items():
             self.set_device_map(to, device_map)
         self.set_devices(devices or [])
+
+    def check(self) -> None:
+        """Check the values; init_rpc does it again, because attributes can be set.
+
+        Raises:
+            UsageError: (a ValueError) For a wrong value.
+        """
+        threads = self.num_worker_threads
+        if isinstance(threads, bool) or not isinstance(threads, int) or threads < 1:
+            raise UsageError(f"RpcBackendOptions: num_worker_threads must be an int of at least 1, got {threads!r}.")
+        self.rpc_timeout = checked_timeout("RpcBackendOptions: rpc_timeout", self.rpc_timeout)
+        if not isinstance(self.cloudpickle, bool):
+            raise UsageError(f"RpcBackendOptions: cloudpickle must be True or False, got {self.cloudpickle!r}.")
 
     def set_device_map(self, to: str, device_map: Mapping[Any, Any]) -> None:
         """Set where this worker's GPU tensors go on another worker. Adds to the map set before.
@@ -141,7 +102,7 @@ class TensorPipeRpcBackendOptions(RpcBackendOptions):
         Raises:
             UsageError: (a ValueError) For anything but a GPU, and if the whole map is not one to one.
         """
-        what = f"TensorPipeRpcBackendOptions: device map to worker {to!r}"
+        what = f"RpcBackendOptions: device map to worker {to!r}"
         self.device_maps[to] = parse_map(what, device_map, self.device_maps.get(to, {}))
 
     def set_devices(self, devices: Sequence[Any]) -> None:
@@ -153,7 +114,20 @@ class TensorPipeRpcBackendOptions(RpcBackendOptions):
         Raises:
             UsageError: (a ValueError) For anything but a GPU.
         """
-        self.devices = [device_of("TensorPipeRpcBackendOptions: devices", each) for each in devices]
+        self.devices = [device_of("RpcBackendOptions: devices", each) for each in devices]
+
+    def offer(self) -> DeviceOffer:
+        """Return what the other workers have to know about the GPUs here. Does not start CUDA."""
+        return DeviceOffer(torch.cuda.device_count(), self.device_maps)
+
+    def __repr__(self) -> str:
+        return (
+            f"RpcBackendOptions(num_worker_threads={self.num_worker_threads}, rpc_timeout={self.rpc_timeout}, "
+            f"cloudpickle={self.cloudpickle})"
+        )
+
+
+TensorPipeRpcBackendOptions = RpcBackendOptions
 
 
 def checked_timeout(what: str, seconds: object) -> float:
@@ -176,15 +150,13 @@ def settle_options(
         options = RpcBackendOptions()
     if not isinstance(options, RpcBackendOptions):
         raise UsageError(
-            "init_rpc: rpc_backend_options must be hvlike.rpc.RpcBackendOptions or "
-            f"hvlike.rpc.TensorPipeRpcBackendOptions, got {type(options).__module__}.{type(options).__name__}."
+            "init_rpc: rpc_backend_options must be hvlike.rpc.RpcBackendOptions (TensorPipeRpcBackendOptions), got "
+            f"{type(options).__module__}.{type(options).__name__}."
         )
-    settled = copy.copy(options)
+    settled = copy.deepcopy(options)
     if num_worker_threads is not None:
         settled.num_worker_threads = num_worker_threads
     if rpc_timeout is not None:
         settled.rpc_timeout = rpc_timeout
     settled.check()
-    settled.device_maps = {to: dict(device_map) for to, device_map in options.device_maps.items()}
-    settled.devices = list(options.devices)
     return settled

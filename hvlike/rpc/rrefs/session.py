@@ -34,7 +34,7 @@ from hvlike.rpc.rrefs.lifetime import (
 )
 from hvlike.rpc.wire.autograd_hooks import autograd_hooks
 from hvlike.rpc.wire.devices import follow
-from hvlike.rpc.wire.message import CALL, FETCH, REMOTE, Packed, Request, describe_error
+from hvlike.rpc.wire.message import FETCH, REMOTE, Packed, Request, describe_error
 from hvlike.rpc.wire.pickler import Incoming, discard, unpack
 from hvlike.rpc.wire.reducers import function_name
 
@@ -186,12 +186,11 @@ class RRefSession:
         )
 
 
-def _drop_reply(kind: int, source: int, packed: Packed) -> None:
+def _drop_reply(source: int, packed: Packed) -> None:
     """Drop a reply whose call has ended without it: release its RRefs; no gradients will come for its tensors."""
     if packed.note is not None:
         autograd_hooks().unwanted(packed.note, source)
-    if kind in (CALL, FETCH):
-        discard(packed, Incoming(source))
+    discard(packed, Incoming(source))
 
 
 class _Process:
