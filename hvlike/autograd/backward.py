@@ -109,7 +109,7 @@ class BackwardTable:
 
 
 class BackwardPass:
-    """One backward on one worker, a ContextListener. It is remembered until its root begins another one."""
+    """One backward on one worker. It is remembered until its root begins another one."""
 
     def __init__(self, table: BackwardTable, context: DistributedContext, heading: Heading, roots: Roots) -> None:
         """roots: empty where another worker is the root."""

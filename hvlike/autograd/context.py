@@ -15,14 +15,14 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from hvlike.autograd.local_graph import LocalGraph, Receive
-from hvlike.rpc.wire.devices import ReadyEvents
+from hvlike.rpc.wire.devices import NO_EVENTS, ReadyEvents
 
 if TYPE_CHECKING:
     from hvlike.autograd.backward import BackwardPass
@@ -95,14 +95,6 @@ def _edge_of(tensor: Tensor) -> tuple[GradientEdge, object]:
     return GradientEdge(after.next_functions[0][0] if node is None else node, tensor.output_nr), after
 
 
-class ContextListener(Protocol):
-    """A backward, which its context tells what happens meanwhile. From any thread, the loop too; must not block."""
-
-    def recorded(self, recv: Recv) -> None: ...
-    def withdrawn(self, send: int) -> None: ...
-    def released(self) -> None: ...
-
-
 @dataclass(eq=False)
 class DistributedContext:
     """One context on one worker."""
@@ -112,13 +104,14 @@ class DistributedContext:
     recvs: dict[int, Recv] = field(default_factory=dict)
     gradients: dict[Tensor, Tensor] = field(default_factory=dict)
     """Of the leaves of this worker, summed over all backwards; changed under `lock`."""
-    gradients_ready: ReadyEvents | None = None  # When the gradients that are on GPUs are there
+    gradients_ready: ReadyEvents = NO_EVENTS  # When the gradients that are on GPUs are there
     reached: set[int] = field(default_factory=set)  # The workers that this one has sent a message of the context to
     segments: Sequence[SegmentRecord] = ()  # What the last backward has run on this worker, in this order; for `draw`
     lock: threading.RLock = field(default_factory=threading.RLock)
     """Held while torch's engine runs over a part of the graph. Never taken in the loop."""
-    backwards: list[ContextListener] = field(default_factory=list)  # Those that have engaged
-    passes: dict[int, BackwardPass] = field(default_factory=dict)  # All that this worker knows, by number
+    passes: dict[int, BackwardPass] = field(default_factory=dict)  # The backwards that this worker knows, by number
+    backwards: list[BackwardPass] = field(default_factory=list)
+    """Those of them that have engaged. They are told what happens then, from any thread, the loop too."""
     oldest_passes: dict[int, int] = field(default_factory=dict)  # By root: its backwards with lower numbers are over
     ahead: LocalGraph | None = None
     """What was scanned of the graph before a backward asks for it; at most what the sends lead to."""
@@ -162,7 +155,7 @@ class DistributedContext:
         finally:
             self.lock.release()
 
-    def engage(self, backward: ContextListener) -> tuple[dict[int, Send], dict[int, Recv], LocalGraph | None]:
+    def engage(self, backward: BackwardPass) -> tuple[dict[int, Send], dict[int, Recv], LocalGraph | None]:
         """A backward begins. Returns copies of what is recorded now, and what was scanned. With the lock held.
 
         The backward is told of everything that is recorded later.
@@ -173,7 +166,7 @@ class DistributedContext:
             self._unscanned.clear()
             return dict(self.sends), dict(self.recvs), ahead
 
-    def disengage(self, backward: ContextListener) -> None:
+    def disengage(self, backward: BackwardPass) -> None:
         with self._records:
             if backward in self.backwards:
                 self.backwards.remove(backward)

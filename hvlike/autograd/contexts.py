@@ -29,7 +29,6 @@ from hvlike.rpc.wire.autograd_hooks import (
     this_thread,
     unknown_context,
 )
-from hvlike.rpc.wire.devices import follow
 
 RELEASE = 50  # Notice: the context is over; the oldest of the same creator that is not (context, oldest)
 WITHDRAW = 51  # Notice, receiver -> sender: this message was dropped unopened (context, message)
@@ -143,7 +142,7 @@ class Contexts:
     def gradients(self, context: int) -> dict[Tensor, Tensor]:
         """Return a copy of a context's map from leaves to gradients. Raises: RuntimeError where it is not here."""
         found = self.find(context)
-        follow(found.gradients_ready)
+        found.gradients_ready.follow()
         return dict(found.gradients)
 
     def sent(self, context: int, rank: int, about: str, graded: Sequence[Tensor]) -> Note | None:

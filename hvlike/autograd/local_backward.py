@@ -10,13 +10,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
 from hvlike.autograd.accumulate_grad import accumulate_with_hooks, is_sole
-from hvlike.autograd.context import ContextListener, DistributedContext, Recv, Send
+from hvlike.autograd.context import DistributedContext, Recv, Send
 from hvlike.autograd.engine import SegmentRecord, Values, add_value, run_engine, take_values
 from hvlike.autograd.graph import Plan, clear, plan
 from hvlike.autograd.local_graph import LocalGraph, captured_edges
@@ -24,6 +25,9 @@ from hvlike.autograd.protocol import Gradients
 from hvlike.rpc.wire.devices import ReadyEvents
 from hvlike.rpc.wire.tensors import SHORT_BYTES
 from hvlike.training.ddp.end_of_backward import Collected, collecting
+
+if TYPE_CHECKING:
+    from hvlike.autograd.backward import BackwardPass
 
 Roots = Sequence[tuple[GradientEdge, Tensor]]  # Where backward begins, and with which gradients
 Emit = Callable[[int, int, "Gradients | None"], None]  # Takes recv, sender, gradients; see BackwardState.emit
@@ -42,7 +46,7 @@ class LocalBackward:
         roots: Roots,
         emit: Emit,
         *,
-        listener: ContextListener,
+        listener: BackwardPass,
         retain_graph: bool = False,
     ) -> None:
         """roots: empty where the backward was begun on another worker. The caller keeps the graph below them alive.

@@ -53,8 +53,8 @@ class Promise:
     def set_result(self, value: Any) -> None:
         """Complete the future, once, from any thread; runs its callbacks."""
         self._value = value
-        events = None if self._devices is None else self._devices.ready_events()
-        if events is not None:
+        if self._devices is not None and self._devices.used:
+            events = self._devices.ready_events()
             # Called in the thread that takes the value, also in callbacks.
             self.future._set_unwrap_func(lambda _: events.follow())
         self._complete()

@@ -17,7 +17,7 @@ from itertools import count
 from typing import Any, NamedTuple
 
 from hvlike.errors import WorkerLostError
-from hvlike.rpc.wire.devices import ReadyEvents
+from hvlike.rpc.wire.devices import NO_EVENTS, ReadyEvents
 
 _GONE = "The value of this RRef is gone: the worker that has sent the RRef on has been lost."
 
@@ -102,7 +102,7 @@ class OwnedValue:
     created: bool = False  # False while the owner has only heard of it from others
     settled: bool = False
     value: Any = None
-    events: ReadyEvents | None = None  # When the value is ready in the streams of this worker's GPUs
+    events: ReadyEvents = NO_EVENTS  # When the value is ready in the streams of this worker's GPUs
     failure: Any = None  # The Description of the exception, or an exception to raise as it is
     holders: dict[GlobalId, int] = field(default_factory=dict)  # The forks, and the ranks that have them. The owner
     # has one only while it is in a message to itself.

@@ -17,8 +17,7 @@ from hvlike.rpc.agent.profiling import recorded_call
 from hvlike.rpc.rrefs.lifetime import Fork, OwnedValue, Ticket
 from hvlike.rpc.rrefs.proxy import Proxy, backward, find_type
 from hvlike.rpc.rrefs.session import NAME, NO_FORK, RRefSession, current_session
-from hvlike.rpc.wire.autograd_hooks import context_note
-from hvlike.rpc.wire.devices import follow
+from hvlike.rpc.wire.autograd_hooks import NO_CONTEXT, autograd_hooks, this_thread
 from hvlike.rpc.wire.message import FETCH, REMOTE, Description, Packed, WorkerInfo, rebuild_error
 from hvlike.rpc.wire.pickler import Incoming, Outgoing, carry_ahead
 
@@ -142,7 +141,7 @@ class RRef(Generic[T]):
             raise rebuild_error(held.failure, original=True)
         if held.failure is not None:
             raise held.failure
-        follow(held.events)
+        held.events.follow()
         value: T = held.value
         return value
 
@@ -310,7 +309,9 @@ def _fetch(session: RRefSession, fork: Fork, timeout: float) -> Any:
     """Return a copy of the value from the owner of the fork. Blocks."""
     agent = session.agent
     limit = time_limit(agent, timeout)
-    name = Packed(NAME.pack(*fork.rref), [], context_note(fork.owner, "to_here"))
+    context = this_thread.context
+    note = None if context == NO_CONTEXT else autograd_hooks().sent(context, fork.owner, "to_here", ())
+    name = Packed(NAME.pack(*fork.rref), [], note)
     return result_of(agent.request(fork.owner, FETCH, name, timeout=limit), original=True)
 
 

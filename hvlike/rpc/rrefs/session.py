@@ -33,7 +33,6 @@ from hvlike.rpc.rrefs.lifetime import (
     OwnedValue,
 )
 from hvlike.rpc.wire.autograd_hooks import autograd_hooks
-from hvlike.rpc.wire.devices import follow
 from hvlike.rpc.wire.message import FETCH, REMOTE, Packed, Request, describe_error
 from hvlike.rpc.wire.pickler import Incoming, discard, unpack
 from hvlike.rpc.wire.reducers import function_name
@@ -276,7 +275,7 @@ def _send_copy(session: RRefSession, request: Request, entry: OwnedValue) -> Non
         request.answer(entry.failure)
         return
     try:
-        follow(entry.events)
+        entry.events.follow()
         packed = pack_answer(session.agent, request, entry.value)
     except Exception as error:
         request.answer(RuntimeError(f"The value of this RRef cannot be sent: {type(error).__name__}: {error}"))

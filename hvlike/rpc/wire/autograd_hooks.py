@@ -90,12 +90,6 @@ class in_context:
         this_thread.context = self._before
 
 
-def context_note(rank: int, about: str) -> Note | None:
-    """Return the note of a message without tensors that this thread sends to `rank`."""
-    context = this_thread.context
-    return None if context == NO_CONTEXT else autograd_hooks().sent(context, rank, about, ())
-
-
 def bind_context(context: int, work: Callable[[], None]) -> Callable[[], None]:
     """Return `work` bound to a context id, for whichever thread runs it."""
     return work if context == NO_CONTEXT else partial(_run_as_caller, context, True, work)

@@ -97,6 +97,9 @@ class ReadyEvents:
             runtime.wait(runtime.current_stream(device), event)
 
 
+NO_EVENTS = ReadyEvents(())
+
+
 class DeviceMaps:
     """The device maps of a session, as one worker uses them."""
 
@@ -123,15 +126,9 @@ class DeviceMaps:
                 used.update(dict.fromkeys(device_map))
         self.used = tuple(used)  # Where values may still be computed when they are handed over
 
-    def ready_events(self) -> ReadyEvents | None:
-        """Record events on the used devices; None if there are no such devices."""
-        return ReadyEvents(self.used) if self.used else None
-
-
-def follow(events: ReadyEvents | None) -> None:
-    """Make this thread's streams wait for the events, if there are any."""
-    if events is not None:
-        events.follow()
+    def ready_events(self) -> ReadyEvents:
+        """Record events on the used devices."""
+        return ReadyEvents(self.used) if self.used else NO_EVENTS
 
 
 def target_device(tensor: Tensor, device_map: Mapping[torch.device, torch.device], what: str) -> torch.device:

@@ -7,7 +7,7 @@ import torch
 
 from hvlike.errors import UsageError
 from hvlike.rpc.agent.options import TensorPipeRpcBackendOptions, settle_options
-from hvlike.rpc.wire.devices import DeviceMaps, DeviceOffer, check_offers, parse_map
+from hvlike.rpc.wire.devices import NO_EVENTS, DeviceMaps, DeviceOffer, check_offers, parse_map
 
 
 def gpu(number: int) -> torch.device:
@@ -85,7 +85,7 @@ def test_what_a_worker_tells_itself_stays_where_it_is() -> None:
     alone = DeviceMaps(0, ["a"], [DeviceOffer(2, {})], ())
     assert alone.requests[0] == {gpu(0): gpu(0), gpu(1): gpu(1)} == alone.replies[0]
     assert alone.used == ()
-    assert alone.ready_events() is None
+    assert alone.ready_events() is NO_EVENTS
     swapped = DeviceMaps(0, ["a"], [DeviceOffer(2, {"a": {gpu(0): gpu(1)}})], ())
     assert swapped.requests[0] == {gpu(0): gpu(1)}
     assert swapped.replies[0] == {gpu(1): gpu(0)}
