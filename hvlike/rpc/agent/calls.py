@@ -160,7 +160,7 @@ def prepare_call(
 ) -> tuple[int, Packed, float]:
     """Return the rank of a call's destination, the call as it travels, and its time limit. Raises: see rpc_async."""
     rank = agent.worker(to).id
-    limit = agent.timeout if timeout == UNSET_RPC_TIMEOUT else time_limit(agent, timeout)
+    limit = time_limit(agent, timeout)
     if not callable(func):
         raise WrongTypeError("function should be callable.")
     outgoing = Outgoing(

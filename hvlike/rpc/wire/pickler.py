@@ -27,10 +27,11 @@ from typing import Any, TypeAlias, TypeVar
 import torch
 from torch import Tensor
 
+from hvlike.errors import RpcError
 from hvlike.rpc.wire import tensors
 from hvlike.rpc.wire.autograd_hooks import NO_CONTEXT, autograd_hooks
 from hvlike.rpc.wire.message import Packed
-from hvlike.rpc.wire.reducers import REDUCERS, THE_TENSOR, arrived, cloud_pickler, describe_subject, missing_name
+from hvlike.rpc.wire.reducers import REDUCERS, THE_TENSOR, arrived, cloud_pickler, describe_subject
 from hvlike.rpc.wire.tensors import (
     RAW_MEMORY,
     Body,
@@ -124,7 +125,10 @@ def unpack(packed: Packed, incoming: Incoming) -> Any:
         if error.__traceback__ is None or error.__traceback__.tb_next is not None:
             # Raised by Python code, such as a __setstate__, and not by pickle's search for a name.
             raise
-        raise missing_name(error) from error
+        raise RpcError(
+            f"{error}. The RPC pickler does not serialize code of functions and classes, only their names: define them "
+            f"under the same name in the same module on both workers."
+        ) from error
 
 
 def discard(packed: Packed, incoming: Incoming) -> None:

@@ -9,14 +9,14 @@ import pickle
 import sys
 from collections.abc import Callable
 from importlib import import_module
-from types import BuiltinFunctionType, FunctionType
+from types import FunctionType
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from hvlike.errors import RpcError, UsageError
+from hvlike.errors import UsageError
 from hvlike.rpc.wire.devices import target_device
 from hvlike.rpc.wire.tensors import NAMES, PARAMETER, REQUIRES_GRAD, SPARSE_LAYOUTS, SPARSE_PART, split_sparse
 
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
 # Stands for "the next buffer" in the stream. Writable: for read-only memory pickle adds an opcode.
 THE_TENSOR = pickle.PickleBuffer(bytearray(1))
-_known: dict[Any, Any] = {}  # The reduced form of each function of the module torch that was sent
 _find_operator: Callable[[Any], str | None] = getattr(torch.jit._builtins, "_find_builtin", lambda func: None)
 
 
@@ -37,30 +36,6 @@ def function_name(func: Any) -> str:
 def describe_subject(about: object) -> str:
     """Return what a message is about: `about` itself if it is a str, else the name of that function."""
     return about if isinstance(about, str) else function_name(about)
-
-
-def missing_name(error: AttributeError | ImportError) -> RuntimeError:
-    return RpcError(
-        f"{error}. The RPC pickler does not serialize code of functions and classes, only their names: define them "
-        f"under the same name in the same module on both workers."
-    )
-
-
-def _reduce_builtin(_: MessagePickler, function: BuiltinFunctionType) -> Any:
-    """Functions written in C; those of torch (torch.add) are methods of a hidden class, three names for pickle."""
-    reduced = _known.get(function)
-    if reduced is not None:
-        return reduced
-    if function.__module__ == "torch" and getattr(torch, function.__name__, None) is function:
-        return _known.setdefault(function, (_torch_function, (function.__name__,)))
-    return NotImplemented
-
-
-def _torch_function(name: str) -> Any:
-    try:
-        return getattr(torch, name)
-    except AttributeError as error:
-        raise missing_name(error) from error
 
 
 def cloud_pickler(*args: Any, **options: Any) -> Any:
@@ -168,6 +143,5 @@ REDUCERS: dict[type, Callable[[MessagePickler, Any], Any]] = {
     Parameter: _reduce_parameter,
     torch.UntypedStorage: _reduce_storage,
     torch.TypedStorage: _reduce_typed_storage,
-    BuiltinFunctionType: _reduce_builtin,
 }
 """How objects of exactly these classes travel; pickle handles all others. NotImplemented: pickle handles this one."""

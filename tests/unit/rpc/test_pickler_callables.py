@@ -142,10 +142,10 @@ def test_a_method_that_is_missing_here(monkeypatch: pytest.MonkeyPatch) -> None:
         unpack(received(packed), Incoming(0))
 
 
-def test_a_function_of_torch_that_is_missing_here(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_function_of_torch_that_is_missing_here() -> None:
     packed = pack(torch.add, Outgoing(1))
-    monkeypatch.delattr(torch, "add")
-    with pytest.raises(RuntimeError, match=r"'add'.*RPC pickler does not serialize"):
+    packed = packed._replace(body=packed.body.replace(b"add", b"odd"))
+    with pytest.raises(RuntimeError, match=r"'odd'.*RPC pickler does not serialize"):
         unpack(packed, Incoming(0))
 
 
