@@ -16,7 +16,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any
+from pickle import PickleBuffer
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,18 +27,57 @@ from hvlike.autograd.context import DistributedContext, Recv, new_ids, rank_of_i
 from hvlike.autograd.contexts import MESSAGES_ROW, contexts
 from hvlike.autograd.engine import SegmentRecord
 from hvlike.autograd.local_backward import LocalBackward, Roots
-from hvlike.autograd.messages import BACKWARD_MESSAGE, Heading, Wire, decode, encode, heading_of, opens
 from hvlike.autograd.protocol import BackwardMessage, BackwardState, Mode, Phase
 from hvlike.errors import RpcError, UsageError, WorkerLostError, WrongTypeError
 from hvlike.observe.recorder import Recorder
 from hvlike.rpc.agent.agent import Agent, current_agent
 from hvlike.rpc.agent.profiling import TimelineRow
 from hvlike.rpc.wire.autograd_hooks import NO_MESSAGE, unknown_context
-from hvlike.rpc.wire.message import lost_ranks
+from hvlike.rpc.wire.message import Packed, lost_ranks
+from hvlike.rpc.wire.pickler import Incoming, Outgoing, pack, unpack
 
 logger = logging.getLogger("hvlike")
 
 _MODES = {mode.name.lower(): mode for mode in Mode}
+BACKWARD_MESSAGE = 52  # The kind of these notices
+
+
+class Heading(NamedTuple):
+    """What every message says of its backward."""
+
+    context: int
+    number: int  # The id of the backward, made by its root
+    oldest: int  # The number of the root's oldest backward in this context that runs
+    mode: Mode
+    retain_graph: bool
+
+
+Wire = tuple[Any, ...]
+"""The fields of a Heading, then those of a BackwardMessage, with the gradients as pickler.pack leaves them."""
+
+
+def _encode(heading: Heading, message: BackwardMessage, rank: int) -> tuple[Wire, list[Tensor]]:
+    body, storages, _ = pack(message.gradients, Outgoing(rank)) if message.gradients else Packed(b"", [])
+    # A long body is sent out of band, without a copy into the pickle.
+    gradients = PickleBuffer(body) if type(body) is bytearray else body
+    run = gradients, message.asks, message.done
+    rest = message.marks, message.acknowledged, message.error, message.lost, message.abort
+    return (*heading[:3], int(heading.mode), heading.retain_graph, *run, *rest), storages
+
+
+def _heading_of(wire: Wire) -> Heading:
+    context, number, oldest, mode, retain_graph, *_ = wire
+    return Heading(context, number, oldest, Mode(mode), retain_graph)
+
+
+def _opens(wire: Wire) -> bool:
+    """Whether the message concerns a worker that does not know its backward; see BackwardMessage.opens."""
+    return bool(wire[6] or wire[8])
+
+
+def _decode(wire: Wire, storages: list[Tensor], source: int) -> BackwardMessage:
+    gradients, *rest = wire[5:]
+    return BackwardMessage(unpack(Packed(gradients, storages), Incoming(source)) if gradients else {}, *rest)
 
 
 class BackwardTable:
@@ -71,8 +111,8 @@ class BackwardTable:
     def _take(self, source: int, wire: Wire, storages: list[Tensor]) -> None:
         context = contexts.get(wire[0])
         found = context.passes.get(wire[1]) if context is not None else None
-        if found is None and opens(wire):
-            found = self._open(heading_of(wire), source)
+        if found is None and _opens(wire):
+            found = self._open(_heading_of(wire), source)
         if found is not None:
             found.receive(source, wire, storages)
 
@@ -86,7 +126,7 @@ class BackwardTable:
         context = contexts.get(heading.context)
         if context is None:
             answer = BackwardMessage(error=f"Error on Node {self.agent.rank}: {unknown_context(heading.context)}")
-            self.agent.post(source, BACKWARD_MESSAGE, *encode(heading, answer, source))
+            self.agent.post(source, BACKWARD_MESSAGE, *_encode(heading, answer, source))
             return None
         with self._lock:
             if heading.number < context.oldest_passes.get(root, 0):
@@ -241,11 +281,11 @@ class BackwardPass:
         for rank, message in messages.items():
             if self._trace is not None:
                 self._trace.show_gradients(message, to=rank)
-            wire, storages = encode(self.heading, message, rank)
+            wire, storages = _encode(self.heading, message, rank)
             self._agent.post(rank, BACKWARD_MESSAGE, wire, storages, now=now)
 
     def _decode(self, source: int, wire: Wire, storages: list[Tensor]) -> None:
-        message = decode(wire, storages, source)
+        message = _decode(wire, storages, source)
         if self._trace is not None:
             self._trace.show_gradients(message, source=source)
         self.state.receive(source, message)

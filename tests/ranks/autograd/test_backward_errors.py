@@ -11,7 +11,7 @@ import torch
 from support.autograd.backward_functions import call_on, failing, let_fail, square, twice, waiting
 from support.rpc.doors import open_door
 
-from hvlike.autograd.messages import BACKWARD_MESSAGE
+from hvlike.autograd.backward import BACKWARD_MESSAGE
 from hvlike.rpc.agent.agent import current_agent
 
 MODES = ["fast", "safe", "smart"]
