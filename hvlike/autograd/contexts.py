@@ -8,7 +8,6 @@ worker remembers released contexts only from that number on, for messages that a
 from __future__ import annotations
 
 import threading
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -35,27 +34,6 @@ WITHDRAW = 51  # Notice, receiver -> sender: this message was dropped unopened (
 MESSAGES_ROW = "autograd messages"  # Row of the timeline for messages whose tensors require grad, and for gradients
 
 
-class _Released:
-    """The released contexts of one creator: all with ids below `oldest`, and some of the later ones."""
-
-    def __init__(self) -> None:
-        self.oldest = 0
-        self.later: set[int] = set()
-
-    def add(self, context: int, oldest: int) -> bool:
-        """Note a release. Returns whether `oldest` has moved."""
-        has_moved = oldest > self.oldest
-        if has_moved:
-            self.oldest = oldest
-            self.later = {each for each in self.later if each >= oldest}
-        if context >= self.oldest:
-            self.later.add(context)
-        return has_moved
-
-    def __contains__(self, context: int) -> bool:
-        return context < self.oldest or context in self.later
-
-
 class Contexts:
     """The contexts of this process in the running session, the AutogradHooks of RPC. From any thread."""
 
@@ -67,14 +45,15 @@ class Contexts:
         self._rank = -1
         self._lock = threading.Lock()
         self._contexts: dict[int, DistributedContext] = {}
-        self._own: dict[int, None] = {}  # Those created here that are not released, in order
-        self._released: defaultdict[int, _Released] = defaultdict(_Released)  # By creator
+        self._oldest: dict[int, int] = {}  # By creator: its contexts with lower ids are released
+        self._released: set[int] = set()  # Those with higher ids that are
 
     def begin(self, agent: Agent) -> None:
         """A session of RPC begins. Called before the agent takes messages."""
         self.agent = agent
         with self._lock:
             # The agent before may have heard of a lost worker after `end`.
+            self._oldest.clear()
             self._released.clear()
         if self._rank != agent.rank:
             # Kept from session to session: a thread that outlives its session finds no context of the next one.
@@ -94,7 +73,6 @@ class Contexts:
             left = list(self._contexts.values())
             self.agent = None
             self._contexts.clear()
-            self._own.clear()
         for each in left:
             each.release()
 
@@ -102,7 +80,6 @@ class Contexts:
         with self._lock:
             made = DistributedContext(next(self._context_ids))
             self._contexts[made.id] = made
-            self._own[made.id] = None
             self._last = made.id
         return made
 
@@ -110,8 +87,9 @@ class Contexts:
         with self._lock:
             if self._contexts.get(made.id) is not made:
                 return
-            del self._contexts[made.id], self._own[made.id]
-            oldest = next(iter(self._own), self._last + 1)
+            del self._contexts[made.id]
+            own = (each for each in self._contexts if rank_of_id(each) == self._rank)
+            oldest = min(own, default=self._last + 1)
         self._end(made, oldest, self._rank)
 
     def find(self, context: int) -> DistributedContext:
@@ -137,7 +115,7 @@ class Contexts:
     @property
     def remembered_releases(self) -> int:
         """The number of released contexts whose ids are kept, for messages that arrive late."""
-        return sum(len(each.later) for each in self._released.values())
+        return len(self._released)
 
     def gradients(self, context: int) -> dict[Tensor, Tensor]:
         """Return a copy of a context's map from leaves to gradients. Raises: RuntimeError where it is not here."""
@@ -185,19 +163,13 @@ class Contexts:
     def _is_released(self, context: int) -> bool:
         """Whether a context that is not here has been. With the lock held."""
         creator = rank_of_id(context)
-        return creator == self._rank or context in self._released.get(creator, ())
+        return creator == self._rank or context < self._oldest.get(creator, 0) or context in self._released
 
     def _hear_release(self, source: int, value: tuple[int, int], _: object = None) -> None:
         context, oldest = value
-        creator = rank_of_id(context)
-        if creator == self._rank:
+        if rank_of_id(context) == self._rank:
             return
-        with self._lock:
-            over = [context]
-            if self._released[creator].add(context, oldest):
-                # The worker that was to tell of these may have left the session.
-                over += self._older(creator, oldest)
-            found = [self._contexts.pop(each) for each in over if each in self._contexts]
+        found = self._take_released(context, oldest)
         for each in found:
             self._end(each, oldest, source)
         self._drop(found)
@@ -205,16 +177,23 @@ class Contexts:
     def _lose(self, rank: int, error: Exception) -> None:
         """A worker is gone, and with it the contexts that it has created. In the loop."""
         end = next(new_ids(rank + 1))  # Above all ids of that rank
-        with self._lock:
-            self._released[rank].add(end - 1, end)
-            found = [self._contexts.pop(each) for each in self._older(rank, end)]
+        found = self._take_released(end - 1, end)
         for each in found:
             each.release()
         self._drop(found)
 
-    def _older(self, creator: int, oldest: int) -> list[int]:
-        """Return the contexts here that a worker has created before `oldest`. With the lock held."""
-        return [each for each in self._contexts if rank_of_id(each) == creator and each < oldest]
+    def _take_released(self, context: int, oldest: int) -> list[DistributedContext]:
+        """Note that a context of another worker is over, as are those that it has created before `oldest`: the worker
+        that was to tell of them may have left the session. Remove and return those that are here.
+        """
+        creator = rank_of_id(context)
+        with self._lock:
+            oldest = self._oldest[creator] = max(oldest, self._oldest.get(creator, 0))
+            self._released = {
+                each for each in self._released | {context} if rank_of_id(each) != creator or each >= oldest
+            }
+            over = [each for each in self._contexts if rank_of_id(each) == creator and self._is_released(each)]
+            return [self._contexts.pop(each) for each in over]
 
     def _drop(self, found: list[DistributedContext]) -> None:
         """Drop the last references, not in the loop: the user's graphs may have finalisers."""
