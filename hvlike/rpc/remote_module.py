@@ -12,7 +12,7 @@ from hvlike.errors import RpcError, UsageError
 from hvlike.rpc.agent.agent import current_agent
 from hvlike.rpc.agent.calls import rpc_async, rpc_sync
 from hvlike.rpc.rrefs.rref import RRef, remote
-from hvlike.rpc.wire.reducers import REDUCERS
+from hvlike.rpc.wire.pickler import REDUCERS
 
 FORMS = "'<worker>', '<worker>/cpu', '<worker>/cuda:<number>', or 'rank:<rank>' in the place of the worker"
 

@@ -24,8 +24,7 @@ from torch.autograd import profiler
 from hvlike.observe.recorder import Recorder
 from hvlike.rpc.agent.agent import Agent
 from hvlike.rpc.agent.futures import Promise, async_execution, is_async
-from hvlike.rpc.wire.message import Description, Packed, Request
-from hvlike.rpc.wire.reducers import describe_subject, function_name
+from hvlike.rpc.wire.message import Description, Packed, Request, describe_subject, function_name
 
 _autograd: Any = torch.autograd
 

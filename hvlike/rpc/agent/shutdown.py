@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hvlike.errors import WorkerLostError
-from hvlike.rpc.wire.message import IDLE_REPORT, LEAVING, STATUS, STATUS_QUERY, WAVE_RESULT
-from hvlike.rpc.wire.reducers import describe_subject
+from hvlike.rpc.wire.message import IDLE_REPORT, LEAVING, STATUS, STATUS_QUERY, WAVE_RESULT, describe_subject
 from hvlike.transport.loop.coroutine import Coroutine, Wait
 from hvlike.transport.messages.traffic import Topic
 

@@ -33,9 +33,8 @@ from hvlike.rpc.rrefs.lifetime import (
     OwnedValue,
 )
 from hvlike.rpc.wire.autograd_hooks import autograd_hooks
-from hvlike.rpc.wire.message import FETCH, REMOTE, Packed, Request, describe_error
+from hvlike.rpc.wire.message import FETCH, REMOTE, Packed, Request, describe_error, function_name
 from hvlike.rpc.wire.pickler import Incoming, discard, unpack
-from hvlike.rpc.wire.reducers import function_name
 
 R = TypeVar("R")
 

@@ -42,6 +42,7 @@ class WorkerInfo:
 
 
 logger = logging.getLogger("hvlike")
+_find_operator: Callable[[Any], str | None] = getattr(torch.jit._builtins, "_find_builtin", lambda func: None)
 
 KEPT = {"ValueError": ValueError, "TypeError": TypeError}  # A caller gets these as they are, others as RuntimeError
 _FROM_CALLBACK = "Got the following error when running the callback: WorkerLostError: "
@@ -165,6 +166,16 @@ def _find(description: Description) -> type[Exception] | None:
         logger.debug("%s.%s is not here: %s", description.module, description.qualname, failure)
         return None
     return found if isinstance(found, type) and issubclass(found, Exception) else None
+
+
+def function_name(func: Any) -> str:
+    """Return the name of a function in reports and profiles; torch's operators by their own names (aten::mul)."""
+    return str(_find_operator(func) or getattr(func, "__qualname__", type(func).__qualname__))
+
+
+def describe_subject(about: object) -> str:
+    """Return what a message is about: `about` itself if it is a str, else the name of that function."""
+    return about if isinstance(about, str) else function_name(about)
 
 
 # Message types: of calls, counted for the detection of the session's end; of the shutdown, not counted (shutdown.py).

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from hvlike.rpc.wire.reducers import function_name
+from hvlike.rpc.wire.message import function_name
 
 
 class Scale:

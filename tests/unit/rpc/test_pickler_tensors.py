@@ -11,8 +11,7 @@ from hypothesis import strategies
 from support.rpc.parcels import memory_bytes, received, same_memory, travel
 
 from hvlike.rpc.wire import tensors
-from hvlike.rpc.wire.pickler import Incoming, MessagePickler, Outgoing, Pickler, pack, unpack
-from hvlike.rpc.wire.reducers import reduce_tensor
+from hvlike.rpc.wire.pickler import Incoming, MessagePickler, Outgoing, Pickler, pack, reduce_tensor, unpack
 from hvlike.rpc.wire.tensors import NAMES
 
 DTYPES = [
