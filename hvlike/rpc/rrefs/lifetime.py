@@ -104,8 +104,7 @@ class OwnedValue:
     value: Any = None
     events: ReadyEvents = NO_EVENTS  # When the value is ready in the streams of this worker's GPUs
     failure: Any = None  # The Description of the exception, or an exception to raise as it is
-    holders: dict[GlobalId, int] = field(default_factory=dict)  # The forks, and the ranks that have them. The owner
-    # has one only while it is in a message to itself.
+    holders: dict[GlobalId, int] = field(default_factory=dict)  # The forks, and the rank that has each
     deleted: set[GlobalId] = field(default_factory=set)  # Forks whose creation, which they have overtaken, is to come
     waiting: list[Callable[[], None]] = field(default_factory=list)  # Called by the thread that settles it
 
