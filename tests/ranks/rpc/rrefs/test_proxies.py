@@ -135,10 +135,3 @@ def add_through(rref: Any, times: int) -> None:
     """Count on by calls through an RRef."""
     for future in [rref.rpc_async().add() for _ in range(times)]:
         future.wait()
-
-
-def test_a_look_up_whose_failure_was_not_cleared_away_yet_is_made_again(rpc: ModuleType, peer: int) -> None:
-    rref = rpc.remote(peer, Counter)
-    rref.type_future = torch.futures.Future()
-    rref.type_future.set_exception(RuntimeError("too late"))
-    assert rref.rpc_sync().read() == 0
