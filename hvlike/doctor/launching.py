@@ -33,9 +33,10 @@ _BATCH_SYSTEMS = {
     "FLUX_JOB_ID": "Flux",
     "SGE_TASK_ID": "Grid Engine",
 }
-_PMI = "PMI-1 or PMI-2 (Hydra)"
+_PMI = "PMI-1 or PMI-2"
+_PMIX = "PMIx"
 _INTERFACES = {
-    "PMIX_NAMESPACE": "PMIx",
+    "PMIX_NAMESPACE": _PMIX,
     "PMI_FD": _PMI,
     "PMI_PORT": _PMI,
     "PALS_APID": "PALS",
@@ -137,12 +138,13 @@ def _not_started(case: Case, finding: Finding, gap: Gap) -> None:
     failed, library, launcher = gap.reason.startswith(FAILED), case.me.library, case.me.environment.launcher
     if failed and isinstance(library, Gap):
         raise Skipped(*finding.found, "MPI cannot start without its library: see MPI library")
-    # By this variable the launcher is known to be one of the library's own family.
-    variables = {find_mpirun.OPEN_MPI: "OMPI_COMM_WORLD_SIZE", find_mpirun.HYDRA: "PMI_SIZE"}
-    own = None if isinstance(library, Gap) else variables.get(family_of_library(library.vendor))
+    # By this variable the launcher is known to be one of the library's own family, by this interface to serve it.
+    signs = {find_mpirun.OPEN_MPI: ("OMPI_COMM_WORLD_SIZE", _PMIX), find_mpirun.HYDRA: ("PMI_SIZE", _PMI)}
+    own = () if isinstance(library, Gap) else signs.get(family_of_library(library.vendor), ())
+    served = launcher is not None and not {launcher.variable, *case.me.environment.interfaces}.isdisjoint(own)
     if failed:
         advice = "MPI did not begin: the text says why. See the checks mpi4py and MPI library, too."
-    elif launcher is not None and launcher.size > 1 and launcher.variable != own:
+    elif launcher is not None and launcher.size > 1 and not served:
         advice = f"{_loaded(case)} may not understand this launcher. {launcher.fix}."
     else:
         advice = _UNFINISHED if gap.status is None else _ENDED

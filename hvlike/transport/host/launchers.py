@@ -7,6 +7,7 @@ size 1: N models are trained side by side and nobody notices. `check_launcher` t
 from __future__ import annotations
 
 import multiprocessing
+import re
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -65,11 +66,19 @@ def detect_launcher(environment: Mapping[str, str]) -> Launcher | None:
     """The innermost launcher that `environment` shows, or None for a process started by hand."""
     for name, variable, rank_variable, beside, fix in SIGNS:
         number = environment.get(variable, "")
+        if variable == "PMI_SIZE" and _is_pmi2_of_slurm(environment):
+            continue
         if number.isdecimal() and (beside is None or beside in environment):
             rank = environment.get(rank_variable, "")
             fix = fix.format(name=name, size=number)
             return Launcher(name, int(number), variable, int(rank) if rank.isdecimal() else None, fix)
     return None
+
+
+def _is_pmi2_of_slurm(environment: Mapping[str, str]) -> bool:
+    """Whether `srun --mpi=pmi2` has set PMI_SIZE. Hydra in a step of Slurm sets it, too, but numbers local ranks."""
+    pairs = (("PMI_SIZE", "SLURM_STEP_NUM_TASKS"), ("PMI_RANK", "SLURM_PROCID"))
+    return "MPI_LOCALNRANKS" not in environment and all(environment.get(a, "") == environment.get(b) for a, b in pairs)
 
 
 # Where a rank stands on its node. Slurm's come last: mpirun inside a batch step leaves those of the step.
@@ -103,6 +112,15 @@ def local_rank(environment: Mapping[str, str]) -> str | None:
     return next((environment[name] for name in _LOCAL_RANKS if name in environment), None)
 
 
+def _tasks_on_node(environment: Mapping[str, str]) -> str | None:
+    """How many tasks of a Slurm step run on this node: 2 in the second node of SLURM_STEP_TASKS_PER_NODE=4,2(x3)."""
+    counts: list[str] = []
+    for tasks, nodes in re.findall(r"(\d+)(?:\(x(\d+)\))?", environment.get("SLURM_STEP_TASKS_PER_NODE", "")):
+        counts += [tasks] * int(nodes or 1)
+    node = environment.get("SLURM_NODEID", "")
+    return counts[int(node)] if node.isdecimal() and int(node) < len(counts) else None
+
+
 def rank_variables(environment: Mapping[str, str]) -> dict[str, str]:
     """The variables that torchrun would set and that are missing, as far as the launcher of MPI jobs tells them.
 
@@ -122,6 +140,8 @@ def rank_variables(environment: Mapping[str, str]) -> dict[str, str]:
     if here is not None:
         found["LOCAL_RANK"] = here
     beside = next((environment[name] for name in _LOCAL_SIZES if name in environment), None)
+    if beside is None and launcher.variable.startswith("SLURM_"):
+        beside = _tasks_on_node(environment)
     if beside is not None:
         found["LOCAL_WORLD_SIZE"] = beside
     if beside == found["WORLD_SIZE"]:

@@ -64,6 +64,12 @@ def both(**changes: Any) -> Case:
     return case(rank(**changes), rank(**changes))
 
 
+def unfinished(*interfaces: str) -> Case:
+    """A rank of srun, which offers these interfaces, and whose MPI did not begin in time."""
+    own = rank(environment=replace(seen(SRUN), interfaces=interfaces))
+    return case(own, nodes=((0,),), job=Job(LATE, None, None, None, None))
+
+
 def came(**changes: Any) -> Case:
     """A healthy case whose job came out otherwise."""
     return case(job=replace(job(rank(), rank()), **changes))
@@ -176,12 +182,9 @@ WRONG: list[tuple[str, Case, Verdict, str]] = [
         Verdict.FAIL,
         "the text says why",
     ),
-    (
-        "launcher",
-        case(rank(environment=seen(SRUN)), nodes=((0,),), job=Job(LATE, None, None, None, None)),
-        Verdict.FAIL,
-        "may not understand this launcher",
-    ),
+    ("launcher", unfinished(), Verdict.FAIL, "may not understand this launcher"),
+    ("launcher", unfinished("PMI-1 or PMI-2"), Verdict.FAIL, "may not understand this launcher"),
+    ("launcher", unfinished("PMIx"), Verdict.FAIL, "then two ranks on one host"),
     (
         "launcher",
         both(environment=replace(seen(), batch="Slurm job 17")),

@@ -7,6 +7,8 @@ import pytest
 from hvlike.errors import LaunchError
 from hvlike.transport.host import launchers
 
+PMI2_OF_SLURM = {"PMI_SIZE": "2", "PMI_RANK": "1", "SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1"}
+
 ENVIRONMENTS = [
     ({"OMPI_COMM_WORLD_SIZE": "4", "PMIX_RANK": "0"}, "Open MPI", 4),
     ({"PMI_SIZE": "3", "PMI_RANK": "0"}, "MPICH", 3),
@@ -19,6 +21,9 @@ ENVIRONMENTS = [
     # mpirun inside a Slurm step: the step started one daemon a node, mpirun started the ranks.
     ({"OMPI_COMM_WORLD_SIZE": "4", "SLURM_STEP_NUM_TASKS": "2"}, "Open MPI", 4),
     ({"PMI_SIZE": "1", "SLURM_STEP_NUM_TASKS": "2"}, "MPICH", 1),
+    # The same with one rank on each of two nodes: Hydra numbers local ranks, Slurm's plugin for PMI-2 does not.
+    ({**PMI2_OF_SLURM, "MPI_LOCALNRANKS": "1"}, "MPICH", 2),
+    (PMI2_OF_SLURM, "srun", 2),
 ]
 
 NO_LAUNCHER = [
@@ -111,6 +116,19 @@ OF_A_RANK = [
             "PMIX_RANK": "2",
         },
         {"RANK": "2", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "GROUP_RANK": "1"},
+    ),
+    *(
+        (
+            {**PMI2_OF_SLURM, "SLURM_LOCALID": "0", "SLURM_NODEID": node, "SLURM_STEP_TASKS_PER_NODE": tasks},
+            {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "GROUP_RANK": node, **beside},
+        )
+        for tasks, node, beside in (
+            ("3,1", "0", {"LOCAL_WORLD_SIZE": "3"}),
+            ("3,1", "1", {"LOCAL_WORLD_SIZE": "1"}),
+            ("12(x3),1", "2", {"LOCAL_WORLD_SIZE": "12"}),
+            ("12(x3),1", "3", {"LOCAL_WORLD_SIZE": "1"}),
+            ("12(x3),1", "4", {}),
+        )
     ),
     # What is set stays, where it agrees.
     (
