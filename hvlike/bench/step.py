@@ -115,14 +115,14 @@ def as_text(conditions: dict[str, Any], results: list[Result]) -> str:
 def panels(results: list[Result]) -> list[Bars]:
     """What a step costs more than without communication, and hvlike's part of what others cost."""
     models = [result.model for result in results]
-    costs = {
-        name: [result.relative[name].each(lambda part: 100 * part) for result in results]
-        for name in results[0].seconds
-        if name != ALONE
-    }
+    costs = {}
+    # Some take part in the steps of some models only.
+    for name in dict.fromkeys(each for result in results for each in result.overheads):
+        parts = [result.relative.get(name) for result in results]
+        costs[name] = [NO_BAR if each is None else each.each(lambda part: 100 * part) for each in parts]
     ratios = {}
-    for name in results[0].ratios:
-        found = [result.ratios[name] for result in results]
+    for name in dict.fromkeys(each for result in results for each in result.ratios):
+        found = [result.ratios.get(name) for result in results]
         ratios[name] = [NO_BAR if each is None else Summary(each.value, each.low, each.high) for each in found]
     drawn = [Bars("a step's overhead over no communication", "% of the step", models, costs)]
     if ratios:

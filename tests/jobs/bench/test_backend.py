@@ -11,6 +11,8 @@ def test_every_call_and_step_takes_its_turn_over_both_backends(output_of: Callab
     assert [each["model"] for each in found["steps"]] == ["DDP small", "FSDP2 small"]
     for each in found["calls"]:
         assert each["ratios"]["gloo/hvlike"]["of_medians"] > 0
-    for each in found["steps"]:
-        assert set(each["seconds"]) == {"no communication", "hvlike", "gloo"}
-        assert set(each["ratios"]) == {"hvlike/gloo"}
+    ddp, fsdp = found["steps"]
+    assert set(fsdp["seconds"]) == {"no communication", "hvlike", "gloo"}
+    assert set(fsdp["ratios"]) == {"hvlike/gloo"}
+    assert set(ddp["seconds"]) == {*fsdp["seconds"], "DDP itself"}, "what no backend can go below"
+    assert set(ddp["ratios"]) == {"hvlike/gloo", "hvlike/DDP itself"}

@@ -46,6 +46,7 @@ OF_TORCH = {
     "_reset_state",
     "_set_leak_checking",
     "_set_params_and_buffers_to_ignore_for_model",
+    "_set_pg_timeout",
     "_set_rpc_timeout",
     "_set_static_graph",
     "_source_rank",
