@@ -17,10 +17,10 @@ from hvlike.collectives.session import basics
 from hvlike.doctor import gpus, job, launching, machine, software
 from hvlike.doctor.finding import Finding, Skipped, Verdict, plural, quoted
 from hvlike.doctor.job import Case, collect_rank_facts, start_job
-from hvlike.doctor.launching import COUNT_RANKS, LOSE_RANK, Launchers, Trial, collect_launchers, try_ranks
+from hvlike.doctor.launching import Launchers, Trial, collect_launchers, try_ranks
 from hvlike.doctor.machine import Model, collect_model
 from hvlike.doctor.probe import LIMIT, Gap, Prober, Unanswered
-from hvlike.transport.host.find_mpirun import TOLERANT_FLAGS, is_fault_tolerant
+from hvlike.transport.host.find_mpirun import COUNT_RANKS, LOSE_RANK, TOLERANT_FLAGS, is_fault_tolerant
 from hvlike.transport.host.launchers import detect_launcher
 
 CHECKS: dict[str, Callable[[Case, Finding], None]] = {

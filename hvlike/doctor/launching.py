@@ -173,37 +173,6 @@ class Trial:
     lines: tuple[str, ...]  # Its first and last lines
 
 
-COUNT_RANKS = """
-import os
-from mpi4py import MPI
-print(f"ranks: {MPI.COMM_WORLD.Get_size()}", flush=True)
-if MPI.COMM_WORLD.Get_size() == 1:
-    with open("/proc/self/maps") as maps:
-        files = {line.split()[-1] for line in maps if "/dev/shm/sm_segment." in line}
-    for file in files:
-        os.unlink(file)
-"""
-"""A program of its own: every rank prints how many ranks MPI counts. One that is alone would leave Open MPI's segment
-behind, see mpi_library.unlink_start_up_segments."""
-
-LOSE_RANK = """
-import os, signal, time
-from mpi4py import MPI
-comm = MPI.COMM_WORLD
-comm.Set_errhandler(MPI.ERRORS_RETURN)
-comm.Barrier()
-if comm.Get_rank() == 1:
-    os.kill(os.getpid(), signal.SIGKILL)
-while not comm.Get_failed().Get_size():
-    comm.Iprobe()
-    time.sleep(0.01)
-print(f"ranks: {comm.Get_size() - comm.Get_failed().Get_size()}", flush=True)
-os._exit(0)
-"""
-"""A program of its own: rank 1 kills itself, the others print how many are left once MPI tells them, and end without
-MPI_Finalize, which may hang soon after a failure."""
-
-
 def collect_launchers(library: MpiLibrary | None, environment: Mapping[str, str]) -> Launchers:
     """Look along PATH, and beside the library if there is one. Local; starts each launcher with --version."""
 

@@ -9,7 +9,7 @@ from hvlike.bench.harness.report import format_seconds
 from hvlike.doctor import finding, gpus, launching, machine, software
 from hvlike.doctor.job import Way, ways
 from hvlike.errors import UsageError
-from hvlike.transport.host.find_mpirun import HYDRA, UNKNOWN, MpiLibrary, Mpirun
+from hvlike.transport.host.find_mpirun import COUNT_RANKS, HYDRA, UNKNOWN, MpiLibrary, Mpirun
 
 MODEL = """
 from torch import nn
@@ -182,7 +182,7 @@ def test_a_launcher_that_starts_two_jobs_is_seen_through(tmp_path: Path) -> None
     twice = tmp_path / "mpirun"
     twice.write_text("#!/bin/sh\necho ranks: 1\necho ranks: 1\necho some noise\n")
     twice.chmod(0o755)
-    trial = launching.try_ranks(Mpirun(str(twice), HYDRA, "1", ()), launching.COUNT_RANKS, 60)
+    trial = launching.try_ranks(Mpirun(str(twice), HYDRA, "1", ()), COUNT_RANKS, 60)
     assert (trial.status, trial.sizes) == (0, (1, 1))
     assert trial.lines == ("ranks: 1", "ranks: 1", "some noise")
 
@@ -191,7 +191,7 @@ def test_a_launcher_that_hangs_is_stopped(tmp_path: Path) -> None:
     slow = tmp_path / "mpirun"
     slow.write_text("#!/bin/sh\nexec sleep 3600\n")
     slow.chmod(0o755)
-    trial = launching.try_ranks(Mpirun(str(slow), UNKNOWN, "1", ()), launching.COUNT_RANKS, 0.1)
+    trial = launching.try_ranks(Mpirun(str(slow), UNKNOWN, "1", ()), COUNT_RANKS, 0.1)
     assert (trial.status, trial.sizes) == (None, ())
 
 
