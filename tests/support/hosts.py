@@ -25,6 +25,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
+from support import delayed_network
 from support.job import IS_OPEN_MPI, LAUNCHER, Job, RunningJob, job_environment
 
 TOOLS = ("ip", "unshare", "mount", "hostname")
@@ -141,11 +142,10 @@ class Hosts:
 
 
 @contextlib.contextmanager
-def hosts(count: int = 2, *, shape: str | None = None) -> Iterator[Hosts]:
+def hosts(count: int = 2, *, rate: str | None = None, delay: float = 0.0) -> Iterator[Hosts]:
     """Make `count` hosts and remove them at the end, with every process on them.
 
-    shape: what to give `tc qdisc add dev DEVICE root` for the link of each host, such as "netem delay 1ms" or
-        "tbf rate 1gbit burst 128kb latency 50ms".
+    rate: of the link of each host, as tc says it. delay: seconds that a packet takes from one host to another.
     Skips the test, with the reason, where the machine does not allow it.
     """
     reason = _missing()
@@ -156,13 +156,19 @@ def hosts(count: int = 2, *, shape: str | None = None) -> Iterator[Hosts]:
     names = [f"hvlike-{token}-{index}" for index in range(count)]
     addresses = [f"10.77.0.{index + 1}" for index in range(count)]
     folder = Path(tempfile.mkdtemp(prefix="hvlike-hosts-"))
+    network: subprocess.Popen[bytes] | None = None
     try:
         try:
-            _build(switch, names, addresses, shape)
+            network = _build(switch, names, addresses, rate, delay)
         except subprocess.CalledProcessError as error:
             pytest.skip(f"this machine does not allow {shlex.join(error.cmd)}: {error.stderr.strip()}")
+        except OSError as error:
+            pytest.skip(f"this machine has no TUN devices: {error}")
         yield Hosts(names, addresses, folder)
     finally:
+        if network is not None:
+            network.kill()
+            network.wait()
         for name in (*names, switch):
             _remove(name)
         shutil.rmtree(folder)
@@ -178,19 +184,29 @@ def _missing() -> str | None:
     return None
 
 
-def _build(switch: str, names: Sequence[str], addresses: Sequence[str], shape: str | None) -> None:
-    _call(f"ip netns add {switch}")
-    _call(f"ip -n {switch} link add br0 type bridge")
-    _call(f"ip -n {switch} link set br0 up")
-    for index, (name, address) in enumerate(zip(names, addresses, strict=True)):
+def _build(
+    switch: str, names: Sequence[str], addresses: Sequence[str], rate: str | None, delay: float
+) -> subprocess.Popen[bytes] | None:
+    """Make the namespaces and the network between them; returns the process that delays packets, if any does."""
+    for name in names:
         _call(f"ip netns add {name}")
-        _call(f"ip -n {switch} link add p{index} type veth peer name eth0 netns {name}")
-        _call(f"ip -n {switch} link set p{index} master br0 up")
+    network = None
+    if delay:
+        network = delayed_network.start(names, addresses, delay)
+    else:
+        _call(f"ip netns add {switch}")
+        _call(f"ip -n {switch} link add br0 type bridge")
+        _call(f"ip -n {switch} link set br0 up")
+        for index, name in enumerate(names):
+            _call(f"ip -n {switch} link add p{index} type veth peer name eth0 netns {name}")
+            _call(f"ip -n {switch} link set p{index} master br0 up")
+    for name, address in zip(names, addresses, strict=True):
         _call(f"ip -n {name} address add {address}/24 dev eth0")
         _call(f"ip -n {name} link set eth0 up")
         _call(f"ip -n {name} link set lo up")
-        if shape:
-            _call(f"ip netns exec {name} tc qdisc add dev eth0 root {shape}")
+        if rate:
+            _call(f"ip netns exec {name} tc qdisc add dev eth0 root tbf rate {rate} burst 128kb latency 50ms")
+    return network
 
 
 def _remove(name: str) -> None:
@@ -216,6 +232,14 @@ def _script(path: Path, text: str) -> Path:
     return path
 
 
+def seconds_of(text: str) -> float:
+    """A delay as tc writes it, a number and ms or us, in seconds."""
+    units = {"ms": 1e-3, "us": 1e-6}
+    if text[-2:] not in units:
+        raise argparse.ArgumentTypeError(f"{text!r} is no delay: expected such as 1ms or 200us")
+    return float(text[:-2]) * units[text[-2:]]
+
+
 def main(arguments: Sequence[str]) -> int:
     """Run a command on hosts of this machine, as scripts/hosts says; return its exit status."""
     parser = argparse.ArgumentParser(
@@ -226,18 +250,16 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("hosts", type=int, help="how many hosts")
     parser.add_argument("ranks", type=int, help="ranks on each host")
     parser.add_argument("--rate", help="of each host's link, as tc says it: 1gbit")
-    parser.add_argument("--delay", help="each way, as tc says it: 1ms")
+    parser.add_argument("--delay", type=seconds_of, default=0.0, help="each way: 1ms, 200us")
     cut = arguments.index("--") if "--" in arguments else len(arguments)
     command, options = arguments[cut + 1 :], parser.parse_args(arguments[:cut])
     if not command or min(options.hosts, options.ranks) < 1:
         parser.error("expected a number of hosts, a number of ranks on each, and a command after --")
-    shape = None
-    if options.delay:
-        shape = f"netem delay {options.delay} limit 100000" + (f" rate {options.rate}" if options.rate else "")
-    elif options.rate:
-        shape = f"tbf rate {options.rate} burst 128kb latency 50ms"
     try:
-        with hosts(options.hosts, shape=shape) as made, tempfile.TemporaryDirectory(prefix="hvlike-job-") as folder:
+        with (
+            hosts(options.hosts, rate=options.rate, delay=options.delay) as made,
+            tempfile.TemporaryDirectory(prefix="hvlike-job-") as folder,
+        ):
             launch = made.launch(command, options.ranks, Path(folder))
             # A program of the user's imports all of torch, and not what the jobs of tests leave for later.
             own = {
