@@ -176,7 +176,8 @@ def open_queue(
         crossing = sorted(node[group.local_rank] for node in group.nodes)
         comm = yield from fabric.duplicate(group.cross_comm)
         if constants is None:
-            constants = yield from measure(comm)
+            constants = yield from measure(comm, fabric.sockets)
+            fabric.spin.hear_sockets(fabric.sockets is not None and fabric.sockets.carry)
         cross = Network(comm, [group.ranks[each] for each in crossing], constants)
     queue = OpQueue(fabric, group, number, HierarchicalBackend(group, shared, cross, whole))
     queue.constants = constants

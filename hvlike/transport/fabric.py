@@ -13,6 +13,7 @@ from hvlike.transport.failure import watchdog
 from hvlike.transport.host import topology
 from hvlike.transport.loop.coroutine import Coroutine, Wait
 from hvlike.transport.loop.loop import Loop
+from hvlike.transport.loop.socket_events import SocketEvents
 from hvlike.transport.loop.spin import TICK_SECONDS, TOLERANT_TICK_SECONDS, SpinPolicy
 from hvlike.transport.memory import segment
 from hvlike.transport.memory.allocations import Allocations
@@ -54,9 +55,11 @@ class Fabric:
         board = segment.share(world.node_comm, slots_at + 8 * SLOT_WORDS * size)
         local = next(node for node in world.nodes if world.rank in node)
         self.local_ranks = local
-        self.bells = {rank: Doorbell(board, index, self.fence) for index, rank in enumerate(local)}
+        self.sockets = SocketEvents() if size < world.size else None
+        wakes = {} if self.sockets is None else {"send": self.sockets.send}
+        self.bells = {rank: Doorbell(board, index, self.fence, **wakes) for index, rank in enumerate(local)}
         self.bell = self.bells[world.rank]
-        self.bell.initialise(os.getpid())
+        self.bell.initialise(os.getpid(), 0 if self.sockets is None else self.sockets.token)
         positions = {rank: index for index, rank in enumerate(local)}
         direct = DirectCopies(
             segment.words(board, slots_at, SLOT_WORDS * size), positions, self.bells, world.rank, self.fence
@@ -75,7 +78,7 @@ class Fabric:
         crowded = topology.is_crowded(topology.cores_on_machine(places, world.rank))
         tick = TICK_SECONDS if world.job is None else TOLERANT_TICK_SECONDS
         self.spin = SpinPolicy(crowded=crowded, tick_seconds=tick)
-        self.loop = Loop(self.bell, spin=self.spin, remote=size < world.size, tick=self._tick)
+        self.loop = Loop(self.bell, spin=self.spin, sockets=self.sockets, tick=self._tick)
         counters = segment.words(board, counts_at, size * size)
         self.channel = Channel(world.mpi, world.comm, self.loop, self.bells, counters, self.traffic, direct)
         self.mailbox = Mailbox(self.channel, Topic.MAILBOX)
@@ -127,6 +130,8 @@ class Fabric:
 
     def close(self) -> None:
         self.loop.close()
+        if self.sockets is not None:
+            self.sockets.close()
 
 
 def _clock_offset(world: World) -> int:

@@ -29,6 +29,7 @@ import numpy as np
 
 from hvlike.backends.network.partition import primes
 from hvlike.transport.loop.coroutine import Coroutine, complete
+from hvlike.transport.loop.socket_events import SocketEvents
 from hvlike.transport.memory.dtypes import MpiConstants
 
 LARGEST_GROUP = 32
@@ -151,14 +152,20 @@ _TAG = 7
 _MIB = 1 << 20
 
 
-def measure(comm: Any) -> Coroutine[NetworkConstants]:
+def measure(comm: Any, sockets: SocketEvents | None = None) -> Coroutine[NetworkConstants]:
     """Measure in a few milliseconds, and agree on the slowest of all ranks. Collective, two ranks or more.
+
+    sockets: learn whether the messages come over them.
 
     A round lasts until a rank has looked, as in a reduction; the median leaves out the rounds in which one came late.
     """
     natives = MpiConstants()
     called, small = yield from _rounds(comm, natives.byte, _SMALL, 9)
+    if sockets is not None:
+        sockets.scan()
     _, large = yield from _rounds(comm, natives.byte, _LARGE, 5)
+    if sockets is not None:
+        sockets.prove()
     overhead = called / 2
     latency = max(0.0, small - called)
     per_byte = max(0.0, large - small) / _LARGE

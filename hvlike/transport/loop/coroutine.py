@@ -43,6 +43,13 @@ def second_driver(what: str) -> StateError:
     )
 
 
+def explain(error: Exception, coroutine: Coroutine[Any]) -> Exception:
+    """The error that a coroutine has ended with; in words of ours where Python says that another thread advances it."""
+    if str(error) != "generator already executing":
+        return error
+    return second_driver(f"the coroutine {getattr(coroutine, '__qualname__', coroutine)}")
+
+
 @dataclass(eq=False, slots=True)
 class Task(Generic[T]):
     """A coroutine in the loop and, in time, its result or error. The loop writes all fields."""

@@ -22,7 +22,8 @@ from threading import get_ident
 from typing import Any, TypeVar
 
 from hvlike.errors import ShutdownError, StateError
-from hvlike.transport.loop.coroutine import Coroutine, Task, Wait, second_driver
+from hvlike.transport.loop.coroutine import Coroutine, Task, Wait, explain
+from hvlike.transport.loop.socket_events import SocketEvents
 from hvlike.transport.loop.spin import (
     HELD_UP_SECONDS,
     LONGEST_IDLE_POLL_SECONDS,
@@ -35,24 +36,25 @@ from hvlike.transport.loop.spin import (
     SpinPolicy,
 )
 from hvlike.transport.loop.thread_pool import ThreadPool
-from hvlike.transport.memory.doorbell import Doorbell
+from hvlike.transport.memory.doorbell import ON_SEMAPHORE, ON_SOCKETS, Doorbell
 
 T = TypeVar("T")
-
-_ALREADY_EXECUTING = "generator already executing"
 
 
 class Loop:
     """Advances coroutines until they end; see the head of this file for who drives."""
 
-    def __init__(self, bell: Doorbell, *, spin: SpinPolicy, remote: bool, tick: Callable[[], None]) -> None:
-        """Start the background thread, asleep. remote: traffic may come for which no doorbell rings. tick: the health
-        check, called a few times a second, asleep or not.
+    def __init__(
+        self, bell: Doorbell, *, spin: SpinPolicy, sockets: SocketEvents | None, tick: Callable[[], None]
+    ) -> None:
+        """Start the background thread, asleep. sockets: where traffic may come for which no doorbell rings. tick: the
+        health check, called a few times a second, asleep or not.
         """
         self._bell = bell
         self._policy = spin
         self._spin = Spin(spin)
-        self._remote = remote
+        self._remote = sockets is not None
+        self._sockets = sockets
         self._tick = tick
         self._inbox: deque[Callable[[], object]] = deque()
         self._sources: list[Callable[[bool], Wait]] = []
@@ -60,8 +62,7 @@ class Loop:
         self._tasks: list[Task[Any]] = []
         self._lock = threading.Lock()
         self._changed = threading.Condition()
-        self._waiters = 0
-        self._driver = 0
+        self._waiters = self._driver = 0
         self._in_background = False
         self._missed_ring = False
         self._closing = False
@@ -370,15 +371,14 @@ class Loop:
                 if not spin.count:
                     lasting = unnotified and (checks > 0 or (not policy.crowded and self._is_unfinished()))
                     spin.begin(now, checks, serves=serves, unnotified=lasting)
-                overdue = deadline is not None and now >= deadline
-                if not overdue and spin.goes_on(now, unnotified=unnotified):
+                if deadline is not None and now >= deadline:
+                    return
+                if spin.goes_on(now, unnotified=unnotified):
                     if policy.crowded or serves or spin.count > checks:
                         # The awaited rank may need this core: the system wakes it where the ring came from.
                         os.sched_yield()
                     rung = bell.rung_politely() if background else bell.rung()
                     continue
-                if overdue:
-                    return
                 rung = self._sleep(done, deadline, poll)
                 poll = min(2 * poll, LONGEST_POLL_SECONDS)
         finally:
@@ -386,7 +386,8 @@ class Loop:
 
     def _sleep(self, done: Callable[[], bool], deadline: float | None, poll: float) -> bool:
         """Advance once more, then sleep until rung, until the next poll or until the next health check."""
-        self._bell.prepare_sleep()
+        sockets = self._sockets if self._policy.hears_sockets else None
+        self._bell.prepare_sleep(ON_SEMAPHORE if sockets is None else ON_SOCKETS)
         try:
             self._wait = self._advance(self._bell.rung())
             if self._wait is Wait.AGAIN:
@@ -394,11 +395,12 @@ class Loop:
             if done():
                 return False
             seconds = poll if self._wait is Wait.POLL or self._remote else self._policy.tick_seconds
-            until = self._due if deadline is None else min(deadline, self._due)
-            rung = self._bell.sleep(min(seconds, max(0.0, until - time.monotonic())))
+            left = max(0.0, min(self._due, math.inf if deadline is None else deadline) - time.monotonic())
+            if sockets is None:
+                return self._bell.sleep(min(seconds, left)) or self._remote
+            return sockets.sleep(min(LONGEST_POLL_SECONDS, left))
         finally:
             self._bell.awake()
-        return rung or self._remote
 
     def _advance(self, rung: bool) -> Wait:
         """One turn over everything; what the whole of it waits for."""
@@ -431,9 +433,7 @@ class Loop:
         except StopIteration as stop:
             self._end(task, stop.value, None)
         except Exception as error:
-            if str(error) == _ALREADY_EXECUTING:
-                error = second_driver(f"the coroutine {getattr(task.coroutine, '__qualname__', task.coroutine)}")
-            self._end(task, None, error)
+            self._end(task, None, explain(error, task.coroutine))
         except BaseException as error:
             self._end(task, None, error)
             raise

@@ -5,9 +5,9 @@
 
 Ranks that share cores ("crowded") give the core away between two checks. Where a doorbell will ring they check a few
 times and sleep early. No doorbell rings for a message of another node, and a rank that sleeps sees it late: they check
-as long as others do. A rank is crowded for good where the ranks of its machine, all containers together, have fewer
-cores than there are of them, and for a while where its core is taken from it as it checks: by any other program. All
-times are in seconds.
+as long as others do, except where the sockets of MPI wake them (socket_events.py): there they sleep at once. A rank is
+crowded for good where the ranks of its machine, all containers together, have fewer cores than there are of them, and
+for a while where its core is taken from it as it checks: by any other program. All times are in seconds.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ CROWDED_SECONDS = 1.0  # How long a rank is crowded after that; it looks again t
 
 UNNOTIFIED_SECONDS = 50e-3
 """How long a driver checks for the next message of another node, for which no doorbell rings. MPI moves the bytes of a
-message only while it is called: with 1 ms, 100 MiB over a fast link took a seventh longer. Three ranks on two cores, a
-host each, that slept after 2 ms took more than twice as long for 2 MiB."""
+message only while it is called: with 1 ms, 100 MiB over a fast link took a seventh longer. Where ranks share cores and
+sockets wake them, 0: three ranks on two cores, a host each, took half as long for 13 MiB as with this."""
 
 TICK_SECONDS = 0.25
 TOLERANT_TICK_SECONDS = 0.05  # Where the job goes on without lost ranks
@@ -62,7 +62,7 @@ class SpinPolicy:
         """crowded: ranks share cores. checks: of the doorbell before a sleep."""
         self.checks = checks
         self.tick_seconds = tick_seconds
-        self.network_seconds = UNNOTIFIED_SECONDS  # How long a thread drives a job of several nodes that does not move
+        self.hears_sockets = False
         self._for_good = crowded
         self._window, self._held_up = 0.0, 0.0
         self._until = math.inf  # Where the rank is crowded for a while
@@ -72,7 +72,14 @@ class SpinPolicy:
         self.crowded = crowded
         self.counter_checks = 1 if crowded else COUNTER_CHECKS
         self.board_checks = 0 if crowded else BOARD_CHECKS
+        # How long a thread checks for a message of another node before it leaves that to the loop, or sleeps.
+        self.network_seconds = 0.0 if crowded and self.hears_sockets else UNNOTIFIED_SECONDS
         self.queue_seconds = CROWDED_QUEUE_SECONDS if crowded else UNSHARED_SECONDS
+
+    def hear_sockets(self, hears: bool) -> None:
+        """Whether sockets wake a driver that sleeps when a message of another node comes."""
+        self.hears_sockets = hears
+        self._set(crowded=self.crowded)
 
     def look_again(self, now: float) -> None:
         """A wait begins now: has the rank, for all that is known, its core again?"""
@@ -109,7 +116,7 @@ class Spin:
         self._serves = serves
         self._most, self._until, self._interruption = checks, 0.0, math.inf
         if unnotified:
-            self._until = now + UNNOTIFIED_SECONDS
+            self._until = now + self._policy.network_seconds
         elif self._policy.crowded:
             self._most = checks * (RPC_CHECKS_FACTOR if serves else 1)
             self._until = math.inf if checks else 0.0

@@ -6,7 +6,8 @@ a local process. Each rank has two semaphores and a few words in one segment of 
     driver semaphore   wakes the thread that drives the rank's loop
     idle semaphore     wakes a background thread when no thread drives
     word `driven`      says which of the two a peer has to post
-    word `asleep`      lets a peer that only advanced a counter skip the post while the rank is awake
+    word `asleep`      lets a peer that only advanced a counter skip the post while the rank is awake; a driver that
+                       sleeps on sockets (loop/socket_events.py) gets a datagram as well
 
 Source: POSIX.1-2017 sem_init(3), sem_post(3), sem_clockwait (glibc 2.30).
 """
@@ -112,13 +113,17 @@ class _Pair:
 
 
 BELL_BYTES = 4 * SEMAPHORE_BYTES
-_DRIVEN, _ASLEEP, _PROCESS = range(3)
+_DRIVEN, _ASLEEP, _PROCESS, _SOCKET = range(4)
+ON_SEMAPHORE, ON_SOCKETS = 1, 2  # How a driver sleeps
 
 
 class Doorbell:
     """The doorbell of one rank, seen from any rank of its node."""
 
-    def __init__(self, segment: Segment, index: int, fence: Fence) -> None:
+    def __init__(
+        self, segment: Segment, index: int, fence: Fence, send: Callable[[int], object] = lambda token: None
+    ) -> None:
+        """send: wakes a driver that sleeps on sockets, by the token given to `initialise`."""
         start = index * BELL_BYTES
         self._segment = segment
         self._driver = Semaphore(segment.address + start)
@@ -127,6 +132,7 @@ class Doorbell:
         self.asleep = self._words[_ASLEEP : _ASLEEP + 1]
         """One word, for callers that look often: other than 0 while the rank's driver sleeps. Read only."""
         self._fence = fence
+        self._send = send
         self._posts = (self._idle.post, self._driver.post)
         self._take = self._driver.take
         self.ring_idle = self._idle.post
@@ -142,11 +148,16 @@ class Doorbell:
         self._posts[driven]()
         if self._words[_DRIVEN] != driven:
             self._posts[1 - driven]()
+        if self._words[_ASLEEP] == ON_SOCKETS:
+            self._send(self._words[_SOCKET])
 
     def notify_if_sleeping(self) -> None:
         """Wake the rank's driver if it sleeps; call the fence after the last store and before this."""
-        if self._words[_ASLEEP]:
+        how = self._words[_ASLEEP]
+        if how:
             self._posts[1]()
+            if how == ON_SOCKETS:
+                self._send(self._words[_SOCKET])
 
     @property
     def process(self) -> int:
@@ -154,10 +165,11 @@ class Doorbell:
 
     # -- for the rank itself ------------------------------------------------------------------
 
-    def initialise(self, process: int) -> None:
+    def initialise(self, process: int, token: int = 0) -> None:
+        """token: what others wake the rank by where it sleeps on sockets."""
         self._driver.initialise()
         self._idle.initialise()
-        self._words[_PROCESS] = process
+        self._words[_PROCESS], self._words[_SOCKET] = process, token
 
     def enter(self) -> None:
         self._words[_DRIVEN] = 1
@@ -181,9 +193,9 @@ class Doorbell:
         """`rung`, but other threads of this process may run meanwhile."""
         return not self._driver.take_politely() and (self.rung() or True)
 
-    def prepare_sleep(self) -> None:
+    def prepare_sleep(self, how: int = ON_SEMAPHORE) -> None:
         """Announce that the driver is about to sleep; it must check all counters once more after this."""
-        self._words[_ASLEEP] = 1
+        self._words[_ASLEEP] = how
         self._fence()
 
     def sleep(self, seconds: float) -> bool:

@@ -26,7 +26,7 @@ class Bench:
         bell = Doorbell(Segment.private(BELL_BYTES), 0, Fence())
         bell.initialise(os.getpid())
         self.spin = SpinPolicy(crowded=False)
-        self.loop = Loop(bell, spin=self.spin, remote=False, tick=lambda: None)
+        self.loop = Loop(bell, spin=self.spin, sockets=None, tick=lambda: None)
         fabric: Any = SimpleNamespace(loop=self.loop, recorder=None, counters=None, spin=self.spin)
         group: Any = SimpleNamespace(number=0)
         self.queue = OpQueue(fabric, group, -1, SoloBackend())

@@ -22,7 +22,7 @@ class Bench:
         self.bell = Doorbell(Segment.private(BELL_BYTES), 0, Fence())
         self.bell.initialise(os.getpid())
         self.ticks = 0
-        self.loop = Loop(self.bell, spin=SpinPolicy(crowded=False, checks=10), remote=False, tick=self.tick)
+        self.loop = Loop(self.bell, spin=SpinPolicy(crowded=False, checks=10), sockets=None, tick=self.tick)
 
     def tick(self) -> None:
         self.ticks += 1

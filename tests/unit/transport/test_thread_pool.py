@@ -17,7 +17,7 @@ from hvlike.transport.memory.segment import Segment
 def make_loop(**policy: float) -> Loop:
     bell = Doorbell(Segment.private(BELL_BYTES), 0, Fence())
     bell.initialise(os.getpid())
-    return Loop(bell, spin=SpinPolicy(crowded=False, checks=10, **policy), remote=False, tick=lambda: None)
+    return Loop(bell, spin=SpinPolicy(crowded=False, checks=10, **policy), sockets=None, tick=lambda: None)
 
 
 @pytest.fixture

@@ -1,0 +1,104 @@
+"""Sleeping until a message of another node comes: MPI has no call for that, but over TCP its sockets tell.
+
+A rank that polls MPI takes the core from the rank it waits for, where they share one; a rank that sleeps between polls
+sees each message late. So it sleeps on the sockets of its own process instead: those that MPI has opened are among
+them. Nothing is read from them. Edge-triggered events (epoll(7)) say that bytes have come since the last sleep, or that
+there is room to write again, however much MPI has left there.
+
+    MPI's sockets      another node sends, or takes what was sent
+    a datagram socket  a rank of this node rings (memory/doorbell.py)
+
+Whether MPI's messages go over sockets at all is seen when the network is measured: `carry` is true where they were
+heard of meanwhile. Over InfiniBand, and before that, ranks poll.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import select
+import socket
+import time
+from collections.abc import Callable
+
+RESCAN_SECONDS = 0.1  # MPI connects to a peer with the first message
+_EVENTS = select.EPOLLIN | select.EPOLLOUT | select.EPOLLET
+
+
+class SocketEvents:
+    """The events of this process's connections to other hosts, and of one socket for the ranks of this one."""
+
+    def __init__(self, counts: Callable[[int], bool] = lambda file: _leads_to_another_host(file)) -> None:
+        """counts: whether a file that has events is a connection to another host."""
+        self.carry = False
+        """Whether MPI's messages come over these sockets."""
+        self._counts = counts
+        self.token = secrets.randbits(62)
+        """By this the ranks of this host wake this one."""
+        self._epoll = select.epoll()
+        self._rings = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
+        self._rings.bind(_address(self.token))
+        self._epoll.register(self._rings.fileno(), select.EPOLLIN | select.EPOLLET)
+        self._next_scan = 0.0
+
+    def scan(self) -> None:
+        """Find the connections that there are now, and forget what they have told so far."""
+        for name in os.listdir("/proc/self/fd"):
+            # Registered already, no file that has events, or closed since: each says so by an OSError.
+            with contextlib.suppress(OSError):
+                self._epoll.register(int(name), _EVENTS)
+                if not self._counts(int(name)):
+                    self._epoll.unregister(int(name))
+        self._epoll.poll(0)
+        self._next_scan = time.monotonic() + RESCAN_SECONDS
+
+    def prove(self) -> None:
+        """Messages of other nodes have come since `scan`: see whether sockets have told."""
+        # Which event it was is not told: MPI has read the bytes.
+        self.carry = any(file != self._rings.fileno() for file, _ in self._epoll.poll(0))
+
+    def sleep(self, seconds: float) -> bool:
+        """Sleep until a socket tells of something, or a rank of this host rings; at most so many seconds. True: it is
+        worth a look, even after a sleep to the end, as a connection may be new.
+        """
+        events = self._epoll.poll(seconds)
+        if not events and time.monotonic() > self._next_scan:
+            self.scan()
+        if any(file == self._rings.fileno() for file, _ in events):
+            with contextlib.suppress(BlockingIOError):
+                while True:
+                    self._rings.recv(1)
+        return True
+
+    def send(self, token: int) -> None:
+        """Wake the rank of this host that has this token, if it sleeps. Any thread."""
+        # Full: it wakes anyway. Not found, as from another network namespace: it looks again after a millisecond.
+        with contextlib.suppress(OSError):
+            self._rings.sendto(b"r", _address(token))
+
+    def close(self) -> None:
+        self._epoll.close()
+        self._rings.close()
+
+
+def _address(token: int) -> bytes:
+    """In the abstract namespace of unix(7): it ends with its process."""
+    return b"\0hvlike-%x" % token
+
+
+def _leads_to_another_host(file: int) -> bool:
+    """Whether this is a connection of TCP that is no loopback."""
+    try:
+        found = socket.socket(fileno=file)
+    except OSError:
+        return False  # Another kind of file
+    try:
+        if found.family not in (socket.AF_INET, socket.AF_INET6) or found.type != socket.SOCK_STREAM:
+            return False
+        peer = found.getpeername()[0]
+    except OSError:
+        return False  # It is not connected
+    finally:
+        found.detach()  # It belongs to somebody else: do not close it
+    return not (peer.startswith("127.") or peer == "::1")
