@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from hvlike.backends.base import Backend, SoloBackend
 from hvlike.backends.hierarchical import HierarchicalBackend
-from hvlike.backends.network.cost_model import NetworkConstants, measure
+from hvlike.backends.network.cost_model import TYPICAL, MeasuredNetwork, measure
 from hvlike.backends.network.network import Network
 from hvlike.backends.shared_memory.cma import CmaMemory
 from hvlike.backends.shared_memory.in_place_shm import SharedAllocations
@@ -25,6 +25,7 @@ from hvlike.backends.shared_memory.schedule import chunk_bytes
 from hvlike.backends.shared_memory.shared_backend import SharedBackend
 from hvlike.errors import HorovodInternalError, LaunchError, ShutdownError
 from hvlike.transport.fabric import Fabric
+from hvlike.transport.host import mpi_library
 from hvlike.transport.loop.coroutine import Coroutine, Task, Wait, second_driver
 from hvlike.transport.world import Group
 
@@ -43,7 +44,7 @@ class OpQueue:
         self.number = number
         self._fabric = fabric
         self.backend = backend
-        self.constants: NetworkConstants | None = None
+        self.constants: MeasuredNetwork | None = None
         self.device: DeviceBackend | None = None
         self.recorder = fabric.recorder
         self.counters = fabric.counters
@@ -157,7 +158,7 @@ class OpQueue:
 
 
 def open_queue(
-    fabric: Fabric, group: Group, number: int, constants: NetworkConstants | None = None
+    fabric: Fabric, group: Group, number: int, constants: MeasuredNetwork | None = None
 ) -> Coroutine[OpQueue]:
     """Make queue `number` of a group. Collective, in one order. Raises: LaunchError without shared memory.
 
@@ -175,10 +176,12 @@ def open_queue(
     if group.cross_comm != fabric.world.mpi.COMM_NULL:
         crossing = sorted(node[group.local_rank] for node in group.nodes)
         comm = yield from fabric.duplicate(group.cross_comm)
-        if constants is None:
-            constants = yield from measure(comm, fabric.sockets)
-            fabric.spin.hear_sockets(fabric.sockets is not None and fabric.sockets.carry)
-        cross = Network(comm, [group.ranks[each] for each in crossing], constants)
+        sockets = fabric.sockets
+        if constants is None and sockets is not None:
+            eager_bytes = mpi_library.eager_bytes(fabric.world.mpi, os.environ)
+            constants = yield from measure(comm, sockets, eager_bytes)
+            fabric.spin.hear_sockets(sockets.carry)
+        cross = Network(comm, [group.ranks[each] for each in crossing], constants or TYPICAL)
     queue = OpQueue(fabric, group, number, HierarchicalBackend(group, shared, cross, whole))
     queue.constants = constants
     return queue

@@ -45,7 +45,12 @@ class NetworkConstants:
     fold: float  # Seconds per byte for adding received bytes
 
 
-TYPICAL = NetworkConstants(latency=30e-6, overhead=25e-6, gap=25e-6, gap_per_byte=0.8e-9, fold=0.2e-9)
+@dataclass(frozen=True)
+class MeasuredNetwork(NetworkConstants):
+    eager_bytes: int = 0  # A message of so many leaves at once, without asking the receiver; 0: not known
+
+
+TYPICAL = MeasuredNetwork(latency=30e-6, overhead=25e-6, gap=25e-6, gap_per_byte=0.8e-9, fold=0.2e-9)
 """Of TCP between two hosts, where nothing was measured."""
 
 
@@ -152,28 +157,27 @@ _TAG = 7
 _MIB = 1 << 20
 
 
-def measure(comm: Any, sockets: SocketEvents | None = None) -> Coroutine[NetworkConstants]:
+def measure(comm: Any, sockets: SocketEvents, eager_bytes: int) -> Coroutine[MeasuredNetwork]:
     """Measure in a few milliseconds, and agree on the slowest of all ranks. Collective, two ranks or more.
 
-    sockets: learn whether the messages come over them.
+    sockets: learn whether the messages come over them. eager_bytes: of MeasuredNetwork, where they do.
 
     A round lasts until a rank has looked, as in a reduction; the median leaves out the rounds in which one came late.
     """
     natives = MpiConstants()
     called, small = yield from _rounds(comm, natives.byte, _SMALL, 9)
-    if sockets is not None:
-        sockets.scan()
+    sockets.scan()
     _, large = yield from _rounds(comm, natives.byte, _LARGE, 5)
-    if sockets is not None:
-        sockets.prove()
+    sockets.prove()
     overhead = called / 2
     latency = max(0.0, small - called)
     per_byte = max(0.0, large - small) / _LARGE
-    mine = np.array([1e9 * latency, 1e9 * overhead, 1e9 * _MIB * per_byte, 1e9 * _MIB * _fold()]).astype(np.int64)
+    times = [1e9 * latency, 1e9 * overhead, 1e9 * _MIB * per_byte, 1e9 * _MIB * _fold()]
+    mine = np.array([*times, -eager_bytes if sockets.carry else 0]).astype(np.int64)
     shared = [mine.view(np.uint8), len(mine), natives.int64]
     yield from complete([comm.Iallreduce(natives.in_place, shared, natives.max)])
-    latency, overhead, gap, fold = (1e-9 * each for each in mine.tolist())
-    return NetworkConstants(latency, overhead, overhead, gap / _MIB, fold / _MIB)
+    latency, overhead, gap, fold = (1e-9 * each for each in mine[:4].tolist())
+    return MeasuredNetwork(latency, overhead, overhead, gap / _MIB, fold / _MIB, -int(mine[4]))
 
 
 def _rounds(comm: Any, byte: Any, nbytes: int, count: int) -> Coroutine[tuple[float, float]]:

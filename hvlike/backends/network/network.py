@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 
 from hvlike.backends.arithmetic.arithmetic import Arithmetic
-from hvlike.backends.network.cost_model import TYPICAL, NetworkConstants, choose, is_direct
+from hvlike.backends.network.cost_model import TYPICAL, MeasuredNetwork, choose, is_direct
 from hvlike.backends.network.pairwise_reduction import PairwiseReduction, SwapReduction
 from hvlike.backends.network.partition import Run, shards
 from hvlike.backends.network.progress import BandwidthEstimator, BufferPool, MessagePipeline, SharedScratch, drive
@@ -59,7 +59,7 @@ class PreparedNetworkReduction:
 class Network:
     """Reductions and gathers over one communicator; one call at a time, in the same order on all its ranks."""
 
-    def __init__(self, comm: Any, ranks: Sequence[int] | None = None, constants: NetworkConstants = TYPICAL) -> None:
+    def __init__(self, comm: Any, ranks: Sequence[int] | None = None, constants: MeasuredNetwork = TYPICAL) -> None:
         """comm: an intracommunicator of mpi4py that returns errors; it is this object's from now on. ranks: what errors
         call its ranks. constants: of the network, the same on all its ranks.
         """
@@ -117,7 +117,7 @@ class Network:
         if way.sharded:
             return self._pairwise(lengths, None, arithmetic)
         whole = [[Run(index, 0, length) for index, length in enumerate(lengths)]]
-        return SwapReduction(*parts, whole, stamp, self._ranks)
+        return SwapReduction(*parts, whole, stamp, self._ranks, self.constants.eager_bytes)
 
     def _pairwise(
         self, lengths: Sequence[int], owners: Sequence[int] | None, arithmetic: Arithmetic
@@ -137,6 +137,7 @@ class Network:
             owned,
             arithmetic.stamp([*lengths, *(owners or ())]),
             self._ranks,
+            self.constants.eager_bytes,
             buffers=self._buffers,
             bandwidth=self.bandwidth,
             share=owners is None,

@@ -33,7 +33,7 @@ from typing import Any
 import numpy as np
 
 from hvlike.backends.arithmetic.arithmetic import Arithmetic, Piece
-from hvlike.backends.network.partition import Message, Run, combine, message_length, packets_of
+from hvlike.backends.network.partition import Message, PacketSizes, Run, combine, message_length, packets_of
 from hvlike.backends.network.progress import BandwidthEstimator, BufferPool, MessagePipeline, drive
 from hvlike.errors import MismatchError
 from hvlike.transport.loop.coroutine import Coroutine, Wait, complete
@@ -43,7 +43,10 @@ FIRST_BYTES = 60 << 10
 """Of the first packet to a rank, which every rank receives with room for so many: it fits whatever the sender reduces.
 MPI sends so much over TCP at once, without asking the receiver first."""
 
-LARGEST_PACKET = 4 << 20  # Of a long run. Smaller packets took longer: 8 MiB in two halves 7.2 ms, by 1 MiB 7.7
+LARGEST_PACKET = 4 << 20
+"""Of a long run, where each asks the receiver first: 8 MiB took 7.2 ms in two halves, 7.7 by 1 MiB."""
+EARLY_BYTES = 16 << 20
+"""What a rank is sent at most without being asked, by all others together: MPI has to keep it for one that is late."""
 PACKED_BYTES = 1 << 20  # While one is on its way the next one is packed
 SHORT_BYTES = 64 << 10  # Shorter runs are packed: to copy them costs less than a message
 
@@ -119,9 +122,11 @@ class PairReduction:
         shards: Sequence[Sequence[Run]],
         stamp: int,
         ranks: Sequence[int],
+        eager_bytes: int,
     ) -> None:
         """comm: of mpi4py, with errors that raise; byte: its datatype of bytes. shards: runs of tensors that travel
         together. stamp: of this reduction, the same on every rank. ranks: the names of the communicator's, for errors.
+        eager_bytes: of MeasuredNetwork.
         """
         self._comm = comm
         self._rank: int = comm.Get_rank()
@@ -130,6 +135,7 @@ class PairReduction:
         self._arithmetic = arithmetic
         self._stamp = stamp
         self._ranks = ranks
+        self._sizes = self._packet_sizes(eager_bytes)
         self._packets = [self._cut(runs) for runs in shards]
         self._addresses: list[int] | None = None
         self._active = 0  # How many ranks are, of those that have been heard of
@@ -164,10 +170,19 @@ class PairReduction:
         """Those of MPI that are in flight."""
         raise NotImplementedError
 
+    def _packet_sizes(self, eager_bytes: int) -> PacketSizes:
+        nbytes = PacketSizes(
+            short=SHORT_BYTES,
+            first=FIRST_BYTES - HEADER.size,
+            packed=eager_bytes or PACKED_BYTES,
+            early=EARLY_BYTES // max(1, self._size - 1),
+            eager=eager_bytes or LARGEST_PACKET,
+            largest=LARGEST_PACKET,
+        )
+        return PacketSizes(*(each // self._arithmetic.itemsize for each in nbytes))
+
     def _cut(self, runs: Sequence[Run]) -> list[Packet]:
-        itemsize = self._arithmetic.itemsize
-        sizes = [size // itemsize for size in (SHORT_BYTES, FIRST_BYTES - HEADER.size, PACKED_BYTES, LARGEST_PACKET)]
-        short, long = packets_of(runs, *sizes)
+        short, long = packets_of(runs, self._sizes)
         packets = [
             Packet(each, self._arithmetic, packed=True, first=not number) for number, each in enumerate(short or [[]])
         ]

@@ -78,17 +78,26 @@ def message_length(message: Message) -> int:
     return sum(run.stop - run.start for run in message)
 
 
-def packets_of(
-    runs: Sequence[Run], short: int, first: int, packed: int, largest: int
-) -> tuple[list[Message], list[Message]]:
-    """Cut the runs of one shard into messages of short runs, which are packed, and messages of one long run each.
+class PacketSizes(NamedTuple):
+    """How a shard is cut into messages: all are numbers of elements."""
 
-    All are numbers of elements: what is shorter than `short` is packed, in a first message of at most `first` and
-    others of at most `packed`; long runs are cut into messages of at most `largest`.
-    """
+    short: int  # Shorter runs are packed
+    first: int  # The first message of packed runs
+    packed: int  # Others of packed runs
+    early: int  # So much of the long runs goes in messages of `eager`, the rest in such of `largest`
+    eager: int
+    largest: int
+
+
+def packets_of(runs: Sequence[Run], sizes: PacketSizes) -> tuple[list[Message], list[Message]]:
+    """Cut the runs of one shard into messages of short runs, which are packed, and messages of one long run each."""
+    short, first, packed, early, eager, largest = sizes
     brief = [run for run in runs if run.stop - run.start < short]
     opening, *_ = messages(brief, first) or [[]]
-    long = [message for run in runs if run.stop - run.start >= short for message in messages([run], largest)]
+    rest = [run for run in runs if run.stop - run.start >= short]
+    head, *_ = messages(rest, early) or [[]]
+    long = [message for run in head for message in messages([run], eager)]
+    long += [message for run in _without(rest, message_length(head)) for message in messages([run], largest)]
     return ([opening] if opening else []) + messages(_without(brief, message_length(opening)), packed), long
 
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvlike.backends.network.partition import Run, message_length, messages, packets_of, shards
+from hvlike.backends.network.partition import PacketSizes, Run, message_length, messages, packets_of, shards
 
 LENGTHS = st.lists(st.integers(0, 40), max_size=8)
 
@@ -60,12 +60,15 @@ def test_shards_are_balanced_and_messages_full(lengths: list[int], count: int, e
 @pytest.mark.parametrize(
     ("lengths", "expected"),
     [
-        ([2, 30, 3], ([[(0, 0, 2), (2, 0, 2)], [(2, 2, 3)]], [[(1, 0, 20)], [(1, 20, 30)]])),
+        ([2, 30, 3], ([[(0, 0, 2), (2, 0, 2)], [(2, 2, 3)]], [[(1, 0, 15)], [(1, 15, 30)]])),
         ([9, 9], ([[(0, 0, 4)], [(0, 4, 9), (1, 0, 3)], [(1, 3, 9)]], [])),
         ([12], ([], [[(0, 0, 12)]])),
+        # The first 40 elements of long runs in messages of 15, the rest in messages of 20.
+        ([50, 10], ([], [[(0, 0, 15)], [(0, 15, 30)], [(0, 30, 40)], [(0, 40, 50)], [(1, 0, 10)]])),
         ([], ([], [])),
     ],
 )
 def test_short_runs_are_packed_and_long_ones_travel_alone(lengths: list[int], expected: object) -> None:
     runs = [Run(index, 0, length) for index, length in enumerate(lengths)]
-    assert packets_of(runs, short=10, first=4, packed=8, largest=20) == expected
+    sizes = PacketSizes(short=10, first=4, packed=8, early=40, eager=15, largest=20)
+    assert packets_of(runs, sizes) == expected
