@@ -232,7 +232,7 @@ class Context:
         loop = self.fabric.loop
         if self.world.mpi.Is_finalized():
             # The user has finalized MPI: no rank can be reached any more.
-            loop.close()
+            self.fabric.close()
             return
         for set_state in self.registry.set_states.values():
             for watch in list(set_state.controller.watches.values()):
@@ -252,7 +252,7 @@ class Context:
             return
         self.guard.uninstall()
         atexit.unregister(self.close)
-        loop.close()
+        self.fabric.close()
         self.fabric.recorder.stop()
         self.registry.close()
         self.world.close()
@@ -273,7 +273,7 @@ class Context:
         loop.post(lambda: self._fail_all(error), wake=False)
         self.guard.uninstall()
         atexit.unregister(self.close)
-        loop.close()
+        self.fabric.close()
         self.fabric.recorder.stop()
         if self.world.job is not None:
             self.world.job.revoke()
