@@ -60,6 +60,8 @@ SHARD_BYTES = 256 << 10  # What one rank reduces of a wave that crosses: the cos
 LEADER_BYTES = 8 << 20
 """Of all ranks of a node together: up to this the first of them crosses for all. The others sleep meanwhile, and each
 node sends a few messages instead of a few for each of its ranks."""
+CROWDED_LEADER_BYTES = 64 << 20
+"""The same where ranks share cores: two hosts with two ranks each on two cores took a third of the time for 16 MiB."""
 MOST_KNOWN = 64  # Reductions that are kept; with one more all are prepared anew
 
 _COUNT = Arithmetic(torch.int32, ReduceOp.SUM)
@@ -92,19 +94,26 @@ class HierarchicalBackend:
 
     name = "HIERARCHICAL"
 
-    def __init__(self, group: Group, shared: SharedBackend | None, cross: Network | None, whole: Network) -> None:
-        """shared: None on a node with one member; cross: None where another rank crosses for this one."""
+    def __init__(
+        self, group: Group, shared: SharedBackend | None, cross: Network | None, whole: Network, *, crowded: bool
+    ) -> None:
+        """shared: None on a node with one member; cross: None where another rank crosses for this one.
+
+        crowded: ranks of the job share cores, the same everywhere.
+        """
         self._group = group
         self._shared = shared
         self._cross = cross
         self._whole = whole
+        self._crowded = crowded
         self._prepared: dict[object, LeaderReduction] = {}
         self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")  # Of the leader, for one reduction at a time
 
     def prepare(self, lengths: Sequence[int], arithmetic: Arithmetic) -> PreparedReduction | None:
         if self._cross is not None and all(len(node) == 1 for node in self._group.nodes):
             return self._cross.prepare(lengths, arithmetic)
-        if sum(lengths) * arithmetic.itemsize * max(map(len, self._group.nodes)) > LEADER_BYTES:
+        most = CROWDED_LEADER_BYTES if self._crowded else LEADER_BYTES
+        if sum(lengths) * arithmetic.itemsize * max(map(len, self._group.nodes)) > most:
             return None
         key = (*lengths, arithmetic.dtype, arithmetic.op, arithmetic.factors)
         if key not in self._prepared:

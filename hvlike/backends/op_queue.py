@@ -182,7 +182,8 @@ def open_queue(
             constants = yield from measure(comm, sockets, eager_bytes)
             fabric.spin.hear_sockets(sockets.carry)
         cross = Network(comm, [group.ranks[each] for each in crossing], constants or TYPICAL)
-    queue = OpQueue(fabric, group, number, HierarchicalBackend(group, shared, cross, whole))
+    backend = HierarchicalBackend(group, shared, cross, whole, crowded=fabric.job_is_crowded)
+    queue = OpQueue(fabric, group, number, backend)
     queue.constants = constants
     return queue
 

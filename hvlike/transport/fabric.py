@@ -75,6 +75,7 @@ class Fabric:
         self.plan_epoch = PlanEpoch()
         self.recorder.on_switch = self.plan_epoch.advance
         self.ticks: list[Callable[[], None]] = [self.recorder.flush]
+        self.job_is_crowded = topology.any_machine_crowded(places)
         crowded = topology.is_crowded(topology.cores_on_machine(places, world.rank))
         tick = TICK_SECONDS if world.job is None else TOLERANT_TICK_SECONDS
         self.spin = SpinPolicy(crowded=crowded, tick_seconds=tick)

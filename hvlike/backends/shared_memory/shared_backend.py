@@ -7,6 +7,7 @@ slots, or from one rank's memory to another's (transfer.py).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -145,6 +146,8 @@ class SharedBackend:
         self._allocations = allocations
         self.memory = memory  # Decides which work is done by cross-memory attach
         self._sync = WorkSync(region)
+        self.gather = partial(gather_at_once, self._sync, memory)
+        self.alltoall = partial(alltoall, self._sync, memory)
         self._prepared: dict[object, PreparedReduction] = {}
         self._partial: dict[object, tuple[StagedReduction, list[Chunk], int]] = {}
 
@@ -199,16 +202,9 @@ class SharedBackend:
         """See Backend; partial: leave what `arithmetic.continuation` goes on with."""
         yield from self._reduce_for(tensors, owners, arithmetic, Results.PARTIAL if partial else Results.TO_OWNER)
 
-    def gather(self, tensors: Sequence[torch.Tensor], owners: Sequence[int]) -> Coroutine[None]:
-        if any(map(len, tensors)):
-            yield from gather_at_once(self._sync, self.memory, tensors, owners)
-
     def gather_chunks(self, tensors: Sequence[torch.Tensor], chunks: Sequence[Chunk]) -> Coroutine[None]:
         parts = [(tensors[tensor][start:stop], chunk.owner) for chunk in chunks for tensor, start, stop in chunk.runs]
         yield from gather(self._sync, parts)
-
-    def alltoall(self, sends: Sequence[torch.Tensor], receives: Sequence[torch.Tensor]) -> Coroutine[None]:
-        yield from alltoall(self._sync, self.memory, sends, receives)
 
     def close(self) -> None:
         """Nothing is held but memory."""

@@ -156,6 +156,8 @@ def gather_at_once(
     sync: WorkSync, memory: CmaMemory, tensors: Sequence[torch.Tensor], owners: Sequence[int]
 ) -> Coroutine[None]:
     """The same as a piece of work of its own."""
+    if not any(map(len, tensors)):
+        return
     region, lengths = sync.region, [len(tensor) for tensor in tensors]
     parts = list(zip(tensors, owners, strict=True))
     stamp = hash((_GATHER, *lengths, *owners))

@@ -76,8 +76,16 @@ def cores_per_rank(affinities: Sequence[frozenset[int]], rank: int) -> float:
 
 
 def any_crowded(affinities: Sequence[frozenset[int]]) -> bool:
-    """Whether any rank of the node shares cores: the same on all of them."""
+    """Whether any of these ranks shares cores with another."""
     return any(is_crowded(cores_per_rank(affinities, rank)) for rank in range(len(affinities)))
+
+
+def any_machine_crowded(places: Sequence[tuple[Hashable, frozenset[int]]]) -> bool:
+    """Whether any rank of the job shares cores: the same on all of them. places: as of `cores_on_machine`."""
+    machines: dict[Hashable, list[frozenset[int]]] = {}
+    for machine, cores in places:
+        machines.setdefault(machine, []).append(cores)
+    return any(map(any_crowded, machines.values()))
 
 
 def is_crowded(cores: float) -> bool:

@@ -16,7 +16,9 @@ import sys
 from pathlib import Path
 import pytest
 from hvlike.backends import hierarchical
-hierarchical.SHARD_BYTES = int(os.environ["SHARD_BYTES"])
+hierarchical.SHARD_BYTES = 8192
+if os.environ["WAVES"] == "yes":
+    hierarchical.LEADER_BYTES = hierarchical.CROWDED_LEADER_BYTES = 0
 folder = Path("{CHECKOUT}/tests/ranks/collectives")
 files = [str(file) for name in os.environ["LAWS"].split() for file in folder.rglob(f"test_{{name}}.py")]
 assert len(files) == len(os.environ["LAWS"].split())
@@ -26,9 +28,9 @@ sys.exit(pytest.main(["-q", "-x", "--rootdir", "{CHECKOUT}", "-c", "{CHECKOUT}/p
 
 @pytest.mark.parametrize(("ranks", "a_node"), [(4, 2), (3, 2), (3, 1)], ids=["2 + 2", "2 + 1", "1 + 1 + 1"])
 def test_laws(ranks: int, a_node: int) -> None:
-    # Small waves: the tensors of these tests would all go in one.
     laws = LAWS if ranks % a_node else SHORT
-    env = {"HVLIKE_RANKS_PER_NODE": str(a_node), "SHARD_BYTES": "8192", "LAWS": " ".join(laws)}
+    # Equal nodes in waves, small ones: the tensors of these tests would all go in one. Unequal ones by their leaders.
+    env = {"HVLIKE_RANKS_PER_NODE": str(a_node), "WAVES": "no" if ranks % a_node else "yes", "LAWS": " ".join(laws)}
     job = run_job(PROGRAM, ranks, env=env, timeout=110).check()
     assert " passed" in job.stdout
 

@@ -43,11 +43,11 @@ for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch
 large = torch.full((1000,), 60000.0, dtype=torch.float16)
 assert (hvd.allreduce(large) == 60000.0).all()
 
-values = torch.full((5_000_000,), float(rank))
+values = torch.full((9_000_000,), float(rank))
 assert (hvd.allreduce(values, op=hvd.Max) == size - 1).all()
 assert (hvd.allreduce_(values, op=hvd.Min) == 0).all()
 
-# Large enough for several waves between nodes; small whole numbers are exact in bfloat16 too.
+# The values above were enough for several waves between nodes. Small whole numbers are exact in bfloat16 too.
 values = torch.full((3_000_000,), float(rank + 1), dtype=torch.bfloat16)
 assert (hvd.allreduce_(values, op=hvd.Sum) == sum(range(1, size + 1))).all()
 

@@ -21,7 +21,8 @@ def ranks_per_node(request: pytest.FixtureRequest, hvd: ModuleType) -> Iterator[
     ranks, leader_bytes = WAYS[request.param]
     with pytest.MonkeyPatch.context() as patch, nodes_of(hvd, ranks):
         if leader_bytes is not None:
-            patch.setattr(hierarchical, "LEADER_BYTES", leader_bytes)
+            for name in ("LEADER_BYTES", "CROWDED_LEADER_BYTES"):
+                patch.setattr(hierarchical, name, leader_bytes)
         yield ranks
 
 

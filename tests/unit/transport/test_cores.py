@@ -4,6 +4,7 @@ import pytest
 
 from hvlike.transport.host.topology import (
     any_crowded,
+    any_machine_crowded,
     cores_on_machine,
     cores_per_rank,
     has_spare_core,
@@ -45,6 +46,11 @@ def test_all_ranks_of_a_node_see_whether_one_of_them_is_crowded(affinities: list
 )
 def test_ranks_in_containers_of_one_machine_share_its_cores(machines: list[str], cores: float) -> None:
     assert cores_on_machine([(each, frozenset({0, 1})) for each in machines], 0) == cores
+
+
+@pytest.mark.parametrize(("machines", "crowded"), [(["a", "b", "a", "b"], False), (["a", "b", "a", "a"], True)])
+def test_all_ranks_of_a_job_see_whether_one_of_them_is_crowded(machines: list[str], crowded: bool) -> None:
+    assert any_machine_crowded([(each, frozenset({0, 1})) for each in machines]) is crowded
 
 
 def test_a_machine_has_one_number_for_all_its_processes() -> None:
