@@ -26,10 +26,32 @@ RESCAN_SECONDS = 0.1  # MPI connects to a peer with the first message
 _EVENTS = select.EPOLLIN | select.EPOLLOUT | select.EPOLLET
 
 
+def _leads_to_another_host(file: int) -> bool:
+    """Whether this is a connection of TCP that is no loopback."""
+    try:
+        found = socket.socket(fileno=file)
+    except OSError:
+        return False  # Another kind of file
+    try:
+        if found.family not in (socket.AF_INET, socket.AF_INET6) or found.type != socket.SOCK_STREAM:
+            return False
+        peer = found.getpeername()[0]
+    except OSError:
+        return False  # It is not connected
+    finally:
+        found.detach()  # It belongs to somebody else: do not close it
+    return not (peer.startswith("127.") or peer == "::1")
+
+
+def _address(token: int) -> bytes:
+    """In the abstract namespace of unix(7): it ends with its process."""
+    return b"\0hvlike-%x" % token
+
+
 class SocketEvents:
     """The events of this process's connections to other hosts, and of one socket for the ranks of this one."""
 
-    def __init__(self, counts: Callable[[int], bool] = lambda file: _leads_to_another_host(file)) -> None:
+    def __init__(self, counts: Callable[[int], bool] = _leads_to_another_host) -> None:
         """counts: whether a file that has events is a connection to another host."""
         self.carry = False
         """Whether MPI's messages come over these sockets."""
@@ -80,25 +102,3 @@ class SocketEvents:
     def close(self) -> None:
         self._epoll.close()
         self._rings.close()
-
-
-def _address(token: int) -> bytes:
-    """In the abstract namespace of unix(7): it ends with its process."""
-    return b"\0hvlike-%x" % token
-
-
-def _leads_to_another_host(file: int) -> bool:
-    """Whether this is a connection of TCP that is no loopback."""
-    try:
-        found = socket.socket(fileno=file)
-    except OSError:
-        return False  # Another kind of file
-    try:
-        if found.family not in (socket.AF_INET, socket.AF_INET6) or found.type != socket.SOCK_STREAM:
-            return False
-        peer = found.getpeername()[0]
-    except OSError:
-        return False  # It is not connected
-    finally:
-        found.detach()  # It belongs to somebody else: do not close it
-    return not (peer.startswith("127.") or peer == "::1")

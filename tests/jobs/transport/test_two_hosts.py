@@ -27,8 +27,10 @@ hvd.shutdown()
 """
 
 COLLECTIVES = """
+import time
 import torch
 import hvlike as hvd
+from hvlike.collectives.session.context import current
 hvd.init()
 rank, size = hvd.rank(), hvd.size()
 
@@ -61,7 +63,14 @@ noise = torch.randn(100_003, generator=torch.Generator().manual_seed(rank))
 summed = hvd.allreduce(noise, op=hvd.Sum)
 assert torch.equal(hvd.broadcast(summed, root_rank=0), summed)
 assert (hvd.broadcast(torch.full((1_000_000,), float(rank)), root_rank=size - 1) == size - 1).all()
+
 hvd.barrier()
+used = time.process_time()
+if rank == 0:
+    time.sleep(0.5)
+hvd.barrier()
+# Where ranks share cores, who waits for another host leaves them to others.
+assert not current().fabric.spin.crowded or time.process_time() - used < 0.25
 print("all well", flush=True)
 hvd.shutdown()
 """
