@@ -7,6 +7,8 @@ scripts/hosts runs a command on such hosts; the tests start jobs there.
     namespace HOST0 (10.77.0.1)  eth0 ------+  |        own network, host name, System V memory and /dev/shm
     namespace HOST1 (10.77.0.2)  eth0 ---------+
 
+With a delay a process takes the place of the switch (delayed_network.py).
+
 mpirun runs on the first host and starts its daemon on the others through the agent. To MPI these are real hosts:
 MPI_Comm_split_type(SHARED) separates them and their traffic goes over TCP. Needs root and iproute2.
 """

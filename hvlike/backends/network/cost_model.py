@@ -168,7 +168,7 @@ def measure(comm: Any, sockets: SocketEvents, eager_bytes: int) -> Coroutine[Mea
     called, small = yield from _rounds(comm, natives.byte, _SMALL, 9)
     sockets.scan()
     _, large = yield from _rounds(comm, natives.byte, _LARGE, 5)
-    sockets.prove()
+    sockets.check_carry()
     overhead = called / 2
     latency = max(0.0, small - called)
     per_byte = max(0.0, large - small) / _LARGE

@@ -148,11 +148,13 @@ def running_mpi() -> ModuleType | None:
 
 
 def eager_bytes(mpi: ModuleType, environ: Mapping[str, str]) -> int:
-    """The longest message that leaves over TCP without asking the receiver; 0: not known for this library."""
+    """How long messages may be that leave over TCP without asking the receiver; 0: do without them."""
     if "Open MPI" not in library_name(mpi):
         return 0
     chosen = environ.get(EAGER_LIMIT, "")
-    return (int(chosen) if chosen.isdecimal() else _EAGER_BYTES_OF_OPEN_MPI) - _EAGER_HEADERS
+    limit = int(chosen) if chosen.isdecimal() else _EAGER_BYTES_OF_OPEN_MPI
+    # With less the messages would be too many, with more there is no gain.
+    return min(limit, EAGER_BYTES) - _EAGER_HEADERS if limit >= _EAGER_BYTES_OF_OPEN_MPI else 0
 
 
 def _import_mpi() -> ModuleType:

@@ -15,32 +15,38 @@ heard of meanwhile. Over InfiniBand, and before that, ranks poll.
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import ipaddress
 import os
 import secrets
 import select
 import socket
+import sys
 import time
 from collections.abc import Callable
 
 RESCAN_SECONDS = 0.1  # MPI connects to a peer with the first message
+# Where struct sockaddr_in and sockaddr_in6 have the address, by family.
+_ADDRESSES = {int(socket.AF_INET): slice(4, 8), int(socket.AF_INET6): slice(8, 24)}
+_libc = ctypes.PyDLL(None)  # Calls that return at once
 _EVENTS = select.EPOLLIN | select.EPOLLOUT | select.EPOLLET
 
 
 def _leads_to_another_host(file: int) -> bool:
     """Whether this is a connection of TCP that is no loopback."""
-    try:
-        found = socket.socket(fileno=file)
-    except OSError:
-        return False  # Another kind of file
-    try:
-        if found.family not in (socket.AF_INET, socket.AF_INET6) or found.type != socket.SOCK_STREAM:
-            return False
-        peer = found.getpeername()[0]
-    except OSError:
-        return False  # It is not connected
-    finally:
-        found.detach()  # It belongs to somebody else: do not close it
-    return not (peer.startswith("127.") or peer == "::1")
+    # Not by socket.socket(fileno=...): after socket.setdefaulttimeout() that makes the file non-blocking for its owner.
+    kind, name = ctypes.c_int(), ctypes.create_string_buffer(128)
+    size = ctypes.c_uint(ctypes.sizeof(kind))
+    if _libc.getsockopt(file, socket.SOL_SOCKET, socket.SO_TYPE, ctypes.byref(kind), ctypes.byref(size)):
+        return False  # No socket
+    size = ctypes.c_uint(len(name))
+    if kind.value != socket.SOCK_STREAM or _libc.getpeername(file, name, ctypes.byref(size)):
+        return False  # Of another kind, or not connected
+    where = _ADDRESSES.get(int.from_bytes(name.raw[:2], sys.byteorder))
+    if where is None:
+        return False
+    address = ipaddress.ip_address(name.raw[where])
+    return not (getattr(address, "ipv4_mapped", None) or address).is_loopback
 
 
 def _address(token: int) -> bytes:
@@ -75,8 +81,8 @@ class SocketEvents:
         self._epoll.poll(0)
         self._next_scan = time.monotonic() + RESCAN_SECONDS
 
-    def prove(self) -> None:
-        """Messages of other nodes have come since `scan`: see whether sockets have told."""
+    def check_carry(self) -> None:
+        """Messages of other nodes have come since `scan`: see whether sockets have told of them."""
         # Which event it was is not told: MPI has read the bytes.
         self.carry = any(file != self._rings.fileno() for file, _ in self._epoll.poll(0))
 

@@ -20,5 +20,12 @@ def test_open_mpi_counts_its_headers(setting: dict[str, str], limit: int) -> Non
     assert limit - (8 << 10) < eager_bytes(OPEN_MPI, setting) < limit
 
 
+@pytest.mark.parametrize(
+    ("setting", "expected"), [("1024", 0), ("0", 0), (str(1 << 30), eager_bytes(OPEN_MPI, {EAGER_LIMIT: "262144"}))]
+)
+def test_limits_far_from_these_do_not_rule(setting: str, expected: int) -> None:
+    assert eager_bytes(OPEN_MPI, {EAGER_LIMIT: setting}) == expected
+
+
 def test_of_another_library_it_is_not_known() -> None:
     assert eager_bytes(MPICH, {EAGER_LIMIT: "262144"}) == 0

@@ -86,11 +86,11 @@ def test_a_connection_that_comes_later_is_found(events: SocketEvents) -> None:
 def test_messages_are_carried_where_sockets_have_told_of_them(
     connection: tuple[socket.socket, socket.socket], events: SocketEvents
 ) -> None:
-    events.prove()
+    events.check_carry()
     assert not events.carry
     connection[1].sendall(b"x")
     connection[0].recv(1)  # As MPI would, before anybody asks
-    events.prove()
+    events.check_carry()
     assert events.carry
 
 
@@ -102,12 +102,24 @@ def test_loopback_connections_and_other_files_are_no_other_host(
     strict.scan()
     connection[1].sendall(b"x")
     os.write(write, b"x")
-    strict.prove()
+    strict.check_carry()
     assert not strict.carry
     assert connection[0].recv(1) == b"x"  # Nothing was taken or closed
     os.close(read)
     os.close(write)
     strict.close()
+
+
+def test_files_of_others_stay_as_they_are(connection: tuple[socket.socket, socket.socket]) -> None:
+    """A default timeout makes Python's sockets non-blocking, those that wrap a file of somebody else, too."""
+    socket.setdefaulttimeout(5.0)
+    try:
+        strict = SocketEvents()
+        strict.scan()
+        assert os.get_blocking(connection[0].fileno())
+        strict.close()
+    finally:
+        socket.setdefaulttimeout(None)
 
 
 @pytest.mark.parametrize("wake", [Doorbell.ring, Doorbell.notify_if_sleeping], ids=["ring", "notify"])

@@ -74,6 +74,17 @@ def test_a_crowded_rank_checks_counters_once_and_the_board_never() -> None:
     assert (alone.counter_checks, alone.board_checks) == (spin.COUNTER_CHECKS, spin.BOARD_CHECKS)
 
 
+def test_only_a_crowded_rank_that_sockets_wake_sleeps_at_once_for_another_node() -> None:
+    crowded, alone = SpinPolicy(crowded=True), SpinPolicy(crowded=False)
+    assert crowded.network_seconds == spin.UNNOTIFIED_SECONDS
+    for policy in (crowded, alone):
+        policy.hear_sockets(True)
+    assert (crowded.network_seconds, alone.network_seconds) == (0.0, spin.UNNOTIFIED_SECONDS)
+    wait = Spin(crowded)
+    wait.begin(0.0, CHECKS, serves=False, unnotified=True)
+    assert checks_of(wait, unnotified=True) == 0
+
+
 def held_up(policy: SpinPolicy, *, seconds_each: float, checks: int, now: float = 0.0) -> None:
     wait = Spin(policy)
     wait.begin(now, CHECKS, serves=False, unnotified=True)
