@@ -7,6 +7,7 @@ A rank that has joined contributes neutral values until all ranks have joined; h
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from hvlike.backends.base import Backend
@@ -93,7 +94,8 @@ def end_join(set_states: list[ProcessSetState], ends: list[JoinEnd]) -> None:
     """Wait for the last step of every plan, the one without an active rank, and go on alike."""
     loop = current().fabric.loop
     pairs = list(zip(set_states, ends, strict=True))
-    loop.wait(lambda: all(each.proxies.settled(end.plans) for each, end in pairs))
+    for set_state, end in pairs:
+        set_state.controller.wait(JOIN_KEY, partial(set_state.proxies.settled, end.plans), None, certain=False)
     errors: list[BaseException | None] = []
 
     def end_all() -> None:

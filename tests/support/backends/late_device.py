@@ -51,7 +51,7 @@ class LateEvent:
 
 
 class LateStream:
-    """A queue, and a thread that works it off as far as it is asked to."""
+    """A queue, and a thread that works it off as far as it is asked to, and ends there."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -60,8 +60,8 @@ class LateStream:
         self.memory: list[torch.Tensor] = []
         self._queue: list[Callable[[], Any] | None] = []
         self._released = 0
+        self._working = False
         self._changed = threading.Condition()
-        threading.Thread(target=self._work, name=name, daemon=True).start()
 
     def put(self, action: Callable[[], Any]) -> None:
         """Do it later."""
@@ -77,7 +77,10 @@ class LateStream:
         """Go as far as that."""
         with self._changed:
             self._released = max(self._released, place)
-            self._changed.notify_all()
+            if self._working or self.done >= self._released:
+                return
+            self._working = True
+        threading.Thread(target=self._work, name=self.name, daemon=True).start()
 
     def block(self, place: int) -> None:
         """Wait until the stream is as far."""
@@ -89,7 +92,9 @@ class LateStream:
     def _work(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self.done < self._released)
+                if self.done >= self._released:
+                    self._working = False
+                    return
                 action = self._queue[self.done]
                 self._queue[self.done] = None
             try:
