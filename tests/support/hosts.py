@@ -32,6 +32,7 @@ from support.job import IS_OPEN_MPI, LAUNCHER, Job, RunningJob, job_environment
 
 TOOLS = ("ip", "unshare", "mount", "hostname")
 NETWORK = "10.77.0.0/24"
+CONGESTION = "cubic"  # What Linux does where nobody has changed it, whatever this machine does
 DAEMONS = ("prted", "hydra_pmi_proxy")
 
 AGENT = """#!/bin/bash
@@ -144,10 +145,13 @@ class Hosts:
 
 
 @contextlib.contextmanager
-def hosts(count: int = 2, *, rate: str | None = None, delay: float = 0.0) -> Iterator[Hosts]:
+def hosts(
+    count: int = 2, *, rate: str | None = None, delay: float = 0.0, congestion: str = CONGESTION
+) -> Iterator[Hosts]:
     """Make `count` hosts and remove them at the end, with every process on them.
 
     rate: of the link of each host, as tc says it. delay: seconds that a packet takes from one host to another.
+    congestion: how TCP avoids congestion, as ip-route says it.
     Skips the test, with the reason, where the machine does not allow it.
     """
     reason = _missing()
@@ -161,7 +165,7 @@ def hosts(count: int = 2, *, rate: str | None = None, delay: float = 0.0) -> Ite
     network: subprocess.Popen[bytes] | None = None
     try:
         try:
-            network = _build(switch, names, addresses, rate, delay)
+            network = _build(switch, names, addresses, rate, delay, congestion)
         except subprocess.CalledProcessError as error:
             pytest.skip(f"this machine does not allow {shlex.join(error.cmd)}: {error.stderr.strip()}")
         except OSError as error:
@@ -187,7 +191,7 @@ def _missing() -> str | None:
 
 
 def _build(
-    switch: str, names: Sequence[str], addresses: Sequence[str], rate: str | None, delay: float
+    switch: str, names: Sequence[str], addresses: Sequence[str], rate: str | None, delay: float, congestion: str
 ) -> subprocess.Popen[bytes] | None:
     """Make the namespaces and the network between them; returns the process that delays packets, if any does."""
     for name in names:
@@ -206,6 +210,7 @@ def _build(
         _call(f"ip -n {name} address add {address}/24 dev eth0")
         _call(f"ip -n {name} link set eth0 up")
         _call(f"ip -n {name} link set lo up")
+        _call(f"ip -n {name} route replace {NETWORK} dev eth0 src {address} congctl {congestion}")
         if rate:
             _call(f"ip netns exec {name} tc qdisc add dev eth0 root tbf rate {rate} burst 128kb latency 50ms")
     return network
@@ -246,20 +251,22 @@ def main(arguments: Sequence[str]) -> int:
     """Run a command on hosts of this machine, as scripts/hosts says; return its exit status."""
     parser = argparse.ArgumentParser(
         prog="scripts/hosts",
-        usage="%(prog)s HOSTS RANKS [--rate RATE] [--delay DELAY] -- COMMAND",
+        usage="%(prog)s HOSTS RANKS [--rate RATE] [--delay DELAY] [--congestion NAME] -- COMMAND",
         description="Run a command on several hosts of this machine.",
     )
     parser.add_argument("hosts", type=int, help="how many hosts")
     parser.add_argument("ranks", type=int, help="ranks on each host")
     parser.add_argument("--rate", help="of each host's link, as tc says it: 1gbit")
     parser.add_argument("--delay", type=seconds_of, default=0.0, help="each way: 1ms, 200us")
+    congestion = "TCP's control of it: bbr; default %(default)s"
+    parser.add_argument("--congestion", default=CONGESTION, help=congestion)
     cut = arguments.index("--") if "--" in arguments else len(arguments)
     command, options = arguments[cut + 1 :], parser.parse_args(arguments[:cut])
     if not command or min(options.hosts, options.ranks) < 1:
         parser.error("expected a number of hosts, a number of ranks on each, and a command after --")
     try:
         with (
-            hosts(options.hosts, rate=options.rate, delay=options.delay) as made,
+            hosts(options.hosts, rate=options.rate, delay=options.delay, congestion=options.congestion) as made,
             tempfile.TemporaryDirectory(prefix="hvlike-job-") as folder,
         ):
             launch = made.launch(command, options.ranks, Path(folder))

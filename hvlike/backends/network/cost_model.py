@@ -21,6 +21,7 @@ from __future__ import annotations
 import functools
 import math
 import statistics
+import sys
 import time
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -48,6 +49,14 @@ class NetworkConstants:
 @dataclass(frozen=True)
 class MeasuredNetwork(NetworkConstants):
     eager_bytes: int = 0  # A message of so many leaves at once, without asking the receiver; 0: not known
+    paced: bool = False  # TCP spaces its packets out (BBR)
+
+    @property
+    def early_bytes(self) -> int:
+        """Up to so many bytes for a rank go in messages that do not ask. To ask takes a message there and back; without
+        it MPI copies the bytes once more. Where packets are spaced out, what asks takes twice as long at any length.
+        """
+        return sys.maxsize if self.paced else int(2 * self.latency / max(self.fold, 1e-12))
 
 
 TYPICAL = MeasuredNetwork(latency=30e-6, overhead=25e-6, gap=25e-6, gap_per_byte=0.8e-9, fold=0.2e-9)
@@ -173,11 +182,11 @@ def measure(comm: Any, sockets: SocketEvents, eager_bytes: int) -> Coroutine[Mea
     latency = max(0.0, small - called)
     per_byte = max(0.0, large - small) / _LARGE
     times = [1e9 * latency, 1e9 * overhead, 1e9 * _MIB * per_byte, 1e9 * _MIB * _fold()]
-    mine = np.array([*times, -eager_bytes if sockets.carry else 0]).astype(np.int64)
+    mine = np.array([*times, -eager_bytes if sockets.carry else 0, sockets.paced]).astype(np.int64)
     shared = [mine.view(np.uint8), len(mine), natives.int64]
     yield from complete([comm.Iallreduce(natives.in_place, shared, natives.max)])
     latency, overhead, gap, fold = (1e-9 * each for each in mine[:4].tolist())
-    return MeasuredNetwork(latency, overhead, overhead, gap / _MIB, fold / _MIB, -int(mine[4]))
+    return MeasuredNetwork(latency, overhead, overhead, gap / _MIB, fold / _MIB, -int(mine[4]), bool(mine[5]))
 
 
 def _rounds(comm: Any, byte: Any, nbytes: int, count: int) -> Coroutine[tuple[float, float]]:

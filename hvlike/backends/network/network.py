@@ -117,7 +117,7 @@ class Network:
         if way.sharded:
             return self._pairwise(lengths, None, arithmetic)
         whole = [[Run(index, 0, length) for index, length in enumerate(lengths)]]
-        return SwapReduction(*parts, whole, stamp, self._ranks, self.constants.eager_bytes)
+        return SwapReduction(*parts, whole, stamp, self._ranks, self.constants)
 
     def _pairwise(
         self, lengths: Sequence[int], owners: Sequence[int] | None, arithmetic: Arithmetic
@@ -137,7 +137,7 @@ class Network:
             owned,
             arithmetic.stamp([*lengths, *(owners or ())]),
             self._ranks,
-            self.constants.eager_bytes,
+            self.constants,
             buffers=self._buffers,
             bandwidth=self.bandwidth,
             share=owners is None,

@@ -33,6 +33,7 @@ from typing import Any
 import numpy as np
 
 from hvlike.backends.arithmetic.arithmetic import Arithmetic, Piece
+from hvlike.backends.network.cost_model import MeasuredNetwork
 from hvlike.backends.network.partition import Message, PacketSizes, Run, combine, message_length, packets_of
 from hvlike.backends.network.progress import BandwidthEstimator, BufferPool, MessagePipeline, drive
 from hvlike.errors import MismatchError
@@ -122,11 +123,11 @@ class PairReduction:
         shards: Sequence[Sequence[Run]],
         stamp: int,
         ranks: Sequence[int],
-        eager_bytes: int,
+        constants: MeasuredNetwork,
     ) -> None:
         """comm: of mpi4py, with errors that raise; byte: its datatype of bytes. shards: runs of tensors that travel
         together. stamp: of this reduction, the same on every rank. ranks: the names of the communicator's, for errors.
-        eager_bytes: of MeasuredNetwork.
+        constants: of the network, the same on every rank.
         """
         self._comm = comm
         self._rank: int = comm.Get_rank()
@@ -135,7 +136,8 @@ class PairReduction:
         self._arithmetic = arithmetic
         self._stamp = stamp
         self._ranks = ranks
-        self._sizes = self._packet_sizes(eager_bytes)
+        self._sizes = self._packet_sizes(constants.eager_bytes)
+        self._early = constants.early_bytes // arithmetic.itemsize
         self._packets = [self._cut(runs) for runs in shards]
         self._addresses: list[int] | None = None
         self._active = 0  # How many ranks are, of those that have been heard of
@@ -182,7 +184,10 @@ class PairReduction:
         return PacketSizes(*(each // self._arithmetic.itemsize for each in nbytes))
 
     def _cut(self, runs: Sequence[Run]) -> list[Packet]:
-        short, long = packets_of(runs, self._sizes)
+        sizes = self._sizes
+        if message_length(runs) > self._early:
+            sizes = sizes._replace(early=0)
+        short, long = packets_of(runs, sizes)
         packets = [
             Packet(each, self._arithmetic, packed=True, first=not number) for number, each in enumerate(short or [[]])
         ]

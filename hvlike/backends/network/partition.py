@@ -74,7 +74,7 @@ def messages(runs: Iterable[Run], elements: int) -> list[Message]:
     return result
 
 
-def message_length(message: Message) -> int:
+def message_length(message: Iterable[Run]) -> int:
     return sum(run.stop - run.start for run in message)
 
 
@@ -95,7 +95,7 @@ def packets_of(runs: Sequence[Run], sizes: PacketSizes) -> tuple[list[Message], 
     brief = [run for run in runs if run.stop - run.start < short]
     opening, *_ = messages(brief, first) or [[]]
     rest = [run for run in runs if run.stop - run.start >= short]
-    head, *_ = messages(rest, early) or [[]]
+    head, *_ = (messages(rest, early) if early else []) or [[]]
     long = [message for run in head for message in messages([run], eager)]
     long += [message for run in _without(rest, message_length(head)) for message in messages([run], largest)]
     return ([opening] if opening else []) + messages(_without(brief, message_length(opening)), packed), long

@@ -49,6 +49,13 @@ def _leads_to_another_host(file: int) -> bool:
     return not (getattr(address, "ipv4_mapped", None) or address).is_loopback
 
 
+def _is_paced(file: int) -> bool:
+    name = ctypes.create_string_buffer(16)
+    size = ctypes.c_uint(len(name))
+    _libc.getsockopt(file, socket.IPPROTO_TCP, socket.TCP_CONGESTION, name, ctypes.byref(size))
+    return name.value.startswith(b"bbr")
+
+
 def _address(token: int) -> bytes:
     """In the abstract namespace of unix(7): it ends with its process."""
     return b"\0hvlike-%x" % token
@@ -61,6 +68,8 @@ class SocketEvents:
         """counts: whether a file that has events is a connection to another host."""
         self.carry = False
         """Whether MPI's messages come over these sockets."""
+        self.paced = False
+        """Whether TCP spaces the packets of any of them out."""
         self._counts = counts
         self.token = secrets.randbits(62)
         """By this the ranks of this host wake this one."""
@@ -76,7 +85,9 @@ class SocketEvents:
             # Registered already, no file that has events, or closed since: each says so by an OSError.
             with contextlib.suppress(OSError):
                 self._epoll.register(int(name), _EVENTS)
-                if not self._counts(int(name)):
+                if self._counts(int(name)):
+                    self.paced = self.paced or _is_paced(int(name))
+                else:
                     self._epoll.unregister(int(name))
         self._epoll.poll(0)
         self._next_scan = time.monotonic() + RESCAN_SECONDS

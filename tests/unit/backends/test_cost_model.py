@@ -1,11 +1,13 @@
 """Which way reductions across nodes take, by what they cost after the model."""
 
 import math
+from dataclasses import replace
 
 import pytest
 
 from hvlike.backends.network.cost_model import (
     LARGEST_GROUP,
+    MeasuredNetwork,
     NetworkConstants,
     Way,
     choose,
@@ -85,3 +87,11 @@ def test_ranks_beyond_the_levels_cost_a_message_before_and_one_after() -> None:
     assert cost(FAST, 37, 1e4, way) - cost(FAST, 36, 1e4, way) == pytest.approx(
         2 * message(FAST, 1e4) + 1e4 * FAST.fold
     )
+
+
+def test_messages_ask_the_receiver_where_that_takes_less_than_a_copy() -> None:
+    near = MeasuredNetwork(latency=10e-6, overhead=4e-6, gap=4e-6, gap_per_byte=0.3e-9, fold=0.1e-9)
+    assert near.early_bytes == 200_000
+    assert replace(near, latency=1e-3).early_bytes == 20_000_000
+    # TCP with BBR takes twice as long for messages that ask, whatever their length.
+    assert replace(near, paced=True).early_bytes > 1 << 40

@@ -72,3 +72,11 @@ def test_short_runs_are_packed_and_long_ones_travel_alone(lengths: list[int], ex
     runs = [Run(index, 0, length) for index, length in enumerate(lengths)]
     sizes = PacketSizes(short=10, first=4, packed=8, early=40, eager=15, largest=20)
     assert packets_of(runs, sizes) == expected
+
+
+def test_without_early_messages_long_runs_are_cut_as_long_as_can_be() -> None:
+    sizes = PacketSizes(short=10, first=4, packed=8, early=0, eager=15, largest=20)
+    assert packets_of([Run(0, 0, 50), Run(1, 0, 3)], sizes) == (
+        [[(1, 0, 3)]],
+        [[(0, 0, 20)], [(0, 20, 40)], [(0, 40, 50)]],
+    )

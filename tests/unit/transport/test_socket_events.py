@@ -136,3 +136,18 @@ def test_a_rank_of_the_same_host_wakes_by_the_doorbell(events: SocketEvents, wak
     bell.awake()
     # All were for that sleep.
     assert slept(events, 0.02) > 0.01
+
+
+@pytest.mark.parametrize(("congestion", "paced"), [("reno", False), ("bbr", True)])
+def test_it_is_known_whether_tcp_spaces_its_packets_out(
+    connection: tuple[socket.socket, socket.socket], congestion: str, paced: bool
+) -> None:
+    near, _ = connection
+    try:
+        near.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, congestion.encode())
+    except OSError as error:
+        pytest.skip(f"the system has no {congestion}: {error}")
+    events = SocketEvents(lambda file: file == near.fileno())
+    events.scan()
+    assert events.paced == paced
+    events.close()
