@@ -33,6 +33,7 @@ from hvlike.transport.loop.coroutine import Coroutine, complete
 from hvlike.transport.loop.socket_events import SocketEvents
 from hvlike.transport.memory.dtypes import MpiConstants
 
+SLOW_BYTES_PER_SECOND = 500e6  # 13 MiB over 3 Gbit/s took 42 ms without asking and 60 with; over 10 Gbit/s 17 ms each
 LARGEST_GROUP = 32
 """A rank has so many peers at a level: each is a connection, and they all send to it at once. LogGP knows neither."""
 
@@ -54,9 +55,12 @@ class MeasuredNetwork(NetworkConstants):
     @property
     def early_bytes(self) -> int:
         """Up to so many bytes for a rank go in messages that do not ask. To ask takes a message there and back; without
-        it MPI copies the bytes once more. Where packets are spaced out, what asks takes twice as long at any length.
+        it MPI copies the bytes once more. On a slow network that costs nothing, and a question queues behind data.
+        Where packets are spaced out, what asks takes twice as long at any length.
         """
-        return sys.maxsize if self.paced else int(2 * self.latency / max(self.fold, 1e-12))
+        if self.paced or self.gap_per_byte > 1 / SLOW_BYTES_PER_SECOND:
+            return sys.maxsize
+        return int(2 * self.latency / max(self.fold, 1e-12))
 
 
 TYPICAL = MeasuredNetwork(latency=30e-6, overhead=25e-6, gap=25e-6, gap_per_byte=0.8e-9, fold=0.2e-9)
@@ -172,15 +176,17 @@ def measure(comm: Any, sockets: SocketEvents, eager_bytes: int) -> Coroutine[Mea
     sockets: learn whether the messages come over them. eager_bytes: of MeasuredNetwork, where they do.
 
     A round lasts until a rank has looked, as in a reduction; the median leaves out the rounds in which one came late.
+    Of a large message the fastest counts: in others it may have waited for a core.
     """
     natives = MpiConstants()
-    called, small = yield from _rounds(comm, natives.byte, _SMALL, 9)
+    calls, rounds = yield from _rounds(comm, natives.byte, _SMALL, 9)
     sockets.scan()
     _, large = yield from _rounds(comm, natives.byte, _LARGE, 5)
     sockets.check_carry()
+    called, small = statistics.median(calls), statistics.median(rounds)
     overhead = called / 2
     latency = max(0.0, small - called)
-    per_byte = max(0.0, large - small) / _LARGE
+    per_byte = max(0.0, min(large) - small) / _LARGE
     times = [1e9 * latency, 1e9 * overhead, 1e9 * _MIB * per_byte, 1e9 * _MIB * _fold()]
     mine = np.array([*times, -eager_bytes if sockets.carry else 0, sockets.paced]).astype(np.int64)
     shared = [mine.view(np.uint8), len(mine), natives.int64]
@@ -189,8 +195,8 @@ def measure(comm: Any, sockets: SocketEvents, eager_bytes: int) -> Coroutine[Mea
     return MeasuredNetwork(latency, overhead, overhead, gap / _MIB, fold / _MIB, -int(mine[4]), bool(mine[5]))
 
 
-def _rounds(comm: Any, byte: Any, nbytes: int, count: int) -> Coroutine[tuple[float, float]]:
-    """Seconds of the calls that begin a message in each direction, and until both have ended: the medians."""
+def _rounds(comm: Any, byte: Any, nbytes: int, count: int) -> Coroutine[tuple[list[float], list[float]]]:
+    """Seconds of the calls that begin a message in each direction, and until both have ended, of each round."""
     rank, size = comm.Get_rank(), comm.Get_size()
     sent, received = np.zeros(nbytes, np.uint8), np.zeros(nbytes, np.uint8)
     called, ended = [], []
@@ -201,7 +207,7 @@ def _rounds(comm: Any, byte: Any, nbytes: int, count: int) -> Coroutine[tuple[fl
         called.append(time.perf_counter() - start)
         yield from complete([receive, send])
         ended.append(time.perf_counter() - start)
-    return statistics.median(called), statistics.median(ended)
+    return called, ended
 
 
 def _fold() -> float:

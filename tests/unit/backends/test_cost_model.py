@@ -89,9 +89,10 @@ def test_ranks_beyond_the_levels_cost_a_message_before_and_one_after() -> None:
     )
 
 
-def test_messages_ask_the_receiver_where_that_takes_less_than_a_copy() -> None:
+def test_messages_ask_the_receiver_where_that_costs_less_than_a_copy() -> None:
     near = MeasuredNetwork(latency=10e-6, overhead=4e-6, gap=4e-6, gap_per_byte=0.3e-9, fold=0.1e-9)
     assert near.early_bytes == 200_000
     assert replace(near, latency=1e-3).early_bytes == 20_000_000
+    assert replace(near, gap_per_byte=8e-9).early_bytes > 1 << 40
     # TCP with BBR takes twice as long for messages that ask, whatever their length.
     assert replace(near, paced=True).early_bytes > 1 << 40
