@@ -51,11 +51,13 @@ def inline(hvd):
     pytest.skip("the ranks are on several nodes")
 
 
-# Three ranks on two busy cores: most calls are spared then, and each large one takes long.
+# Three ranks on two busy cores: most calls are spared then.
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("shape", [SMALL, MIDDLING, LARGE], ids=["small", "middling", "large"])
 @pytest.mark.parametrize("op", OPS, ids=str)
 def test_results_are_those_of_the_ordinary_way(hvd, inline, op, shape):
+    if shape is LARGE and hvd.size() > 2:
+        pytest.skip("large ones take long where most are spared; two ranks do them, and more have the same bits")
     least = 2 if shape is LARGE else 4
     for dtype in (each for each in (OF_EACH_KIND if shape is LARGE else DTYPES) if defined(op, each)):
         inputs = [contribution(rank, shape, dtype) for rank in range(hvd.size())]
