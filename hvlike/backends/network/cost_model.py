@@ -165,6 +165,7 @@ def best(c: NetworkConstants, ranks: int, nbytes: float, sharing: int = 1) -> fl
 
 
 _SMALL, _LARGE = 8, 256 << 10
+_IN_A_ROW = 4
 _FOLDED = 2 << 20  # Bytes of a sum; more than the caches of a core keep of three arrays
 _TAG = 7
 _MIB = 1 << 20
@@ -175,15 +176,16 @@ def measure(comm: Any, sockets: SocketEvents, eager_bytes: int) -> Coroutine[Mea
 
     sockets: learn whether the messages come over them. eager_bytes: of MeasuredNetwork, where they do.
 
-    A round lasts until a rank has looked, as in a reduction; the median leaves out the rounds in which one came late.
-    Of a large message the fastest counts: in others it may have waited for a core.
+    A round lasts until a rank has looked, as in a reduction. The fastest count: in others a rank may have come late, or
+    waited for a core. Of small messages the fastest in a row, as a rank that comes late finds the next one there.
     """
     natives = MpiConstants()
-    calls, rounds = yield from _rounds(comm, natives.byte, _SMALL, 9)
+    calls, rounds = yield from _rounds(comm, natives.byte, _SMALL, 12)
     sockets.scan()
-    _, large = yield from _rounds(comm, natives.byte, _LARGE, 5)
+    _, large = yield from _rounds(comm, natives.byte, _LARGE, 12)
     sockets.check_carry()
-    called, small = statistics.median(calls), statistics.median(rounds)
+    called = statistics.median(calls)
+    small = min(statistics.fmean(rounds[first : first + _IN_A_ROW]) for first in range(len(rounds) - _IN_A_ROW + 1))
     overhead = called / 2
     latency = max(0.0, small - called)
     per_byte = max(0.0, min(large) - small) / _LARGE
