@@ -258,7 +258,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("ranks", type=int, help="ranks on each host")
     parser.add_argument("--rate", help="of each host's link, as tc says it: 1gbit")
     parser.add_argument("--delay", type=seconds_of, default=0.0, help="each way: 1ms, 200us")
-    congestion = "TCP's control of it: bbr; default %(default)s"
+    congestion = "TCP's congestion control: bbr, reno; default %(default)s"
     parser.add_argument("--congestion", default=CONGESTION, help=congestion)
     cut = arguments.index("--") if "--" in arguments else len(arguments)
     command, options = arguments[cut + 1 :], parser.parse_args(arguments[:cut])

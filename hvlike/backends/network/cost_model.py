@@ -33,7 +33,8 @@ from hvlike.transport.loop.coroutine import Coroutine, complete
 from hvlike.transport.loop.socket_events import SocketEvents
 from hvlike.transport.memory.dtypes import MpiConstants
 
-SLOW_BYTES_PER_SECOND = 500e6  # 13 MiB over 3 Gbit/s took 42 ms without asking and 60 with; over 10 Gbit/s 17 ms each
+ASKING_BYTES_PER_SECOND = 500e6
+"""On slower networks no message asks: 13 MiB over 3 Gbit/s took 42 ms, 60 where they ask; over 10 Gbit/s 17 ms each."""
 LARGEST_GROUP = 32
 """A rank has so many peers at a level: each is a connection, and they all send to it at once. LogGP knows neither."""
 
@@ -58,7 +59,7 @@ class MeasuredNetwork(NetworkConstants):
         it MPI copies the bytes once more. On a slow network that costs nothing, and a question queues behind data.
         Where packets are spaced out, what asks takes twice as long at any length.
         """
-        if self.paced or self.gap_per_byte > 1 / SLOW_BYTES_PER_SECOND:
+        if self.paced or self.gap_per_byte > 1 / ASKING_BYTES_PER_SECOND:
             return sys.maxsize
         return int(2 * self.latency / max(self.fold, 1e-12))
 
@@ -165,7 +166,7 @@ def best(c: NetworkConstants, ranks: int, nbytes: float, sharing: int = 1) -> fl
 
 
 _SMALL, _LARGE = 8, 256 << 10
-_IN_A_ROW = 4
+_IN_A_ROW = 4  # Rounds of small messages, whose mean is the latency where it is the least
 _FOLDED = 2 << 20  # Bytes of a sum; more than the caches of a core keep of three arrays
 _TAG = 7
 _MIB = 1 << 20

@@ -137,7 +137,7 @@ class PairReduction:
         self._stamp = stamp
         self._ranks = ranks
         self._sizes = self._packet_sizes(constants.eager_bytes)
-        self._early = constants.early_bytes // arithmetic.itemsize
+        self._early = constants.early_bytes // arithmetic.itemsize  # Shards of more elements ask the receiver
         self._packets = [self._cut(runs) for runs in shards]
         self._addresses: list[int] | None = None
         self._active = 0  # How many ranks are, of those that have been heard of
