@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from hvlike.errors import RpcError, WrongTypeError
+from hvlike.errors import RpcError, WorkerLostError, WrongTypeError
 from hvlike.rpc.agent.agent import Agent, Call, current_agent
 from hvlike.rpc.agent.futures import Promise, end_early, is_async, run
 from hvlike.rpc.agent.options import UNSET_RPC_TIMEOUT, checked_timeout
@@ -251,6 +251,13 @@ def _answer(agent: Agent, request: Request, value: Any) -> None:
     try:
         result = pack_answer(agent, request, value)
     except Exception as error:
-        result = RuntimeError(f"The result cannot be sent: {type(error).__name__}: {error}")
-        result.__cause__ = error
+        result = not_sent("The result", error)
     request.answer(result)
+
+
+def not_sent(what: str, error: Exception) -> Exception:
+    """What a caller gets whose answer cannot be packed; where a lost worker is why, it is told of that one."""
+    text = f"{what} cannot be sent: {type(error).__name__}: {error}"
+    failure = WorkerLostError(text, error.ranks) if isinstance(error, WorkerLostError) else RuntimeError(text)
+    failure.__cause__ = error
+    return failure

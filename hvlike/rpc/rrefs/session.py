@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 from hvlike.errors import RpcError
 from hvlike.rpc.agent.agent import Agent
-from hvlike.rpc.agent.calls import pack_answer, run_when_confirmed
+from hvlike.rpc.agent.calls import not_sent, pack_answer, run_when_confirmed
 from hvlike.rpc.rrefs.lifetime import (
     ACCEPTED,
     DELETE,
@@ -277,6 +277,6 @@ def _send_copy(session: RRefSession, request: Request, entry: OwnedValue) -> Non
         entry.events.follow()
         packed = pack_answer(session.agent, request, entry.value)
     except Exception as error:
-        request.answer(RuntimeError(f"The value of this RRef cannot be sent: {type(error).__name__}: {error}"))
+        request.answer(not_sent("The value of this RRef", error))
     else:
         request.answer(packed)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from support.rpc.doors import await_promise, keep_promise, open_door, pass_door, passes
 
+from hvlike.errors import WorkerLostError
 from hvlike.rpc.wire.message import WorkerInfo
 
 Form = Callable[..., Any]
@@ -155,6 +156,22 @@ def test_class_that_cannot_be_rebuilt_through_to_here(rpc: ModuleType, peer: int
     with pytest.raises(RuntimeError) as caught:
         rpc.remote(peer, fail, ("TwoTexts",)).to_here()
     assert f"Original exception on remote side was {where}TwoTexts(" in str(caught.value)
+
+
+class OfLostWorker:
+    """Like a reference whose owner was lost, it cannot be sent any more."""
+
+    def __reduce__(self) -> NoReturn:
+        raise WorkerLostError("worker9 (rank 9) is lost", [9])
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("form", FORMS)
+def test_a_result_that_a_lost_worker_keeps_from_being_sent_names_that_worker(
+    rpc: ModuleType, peer: int, form: Form
+) -> None:
+    with pytest.raises(WorkerLostError, match=r"cannot be sent: WorkerLostError: worker9 \(rank 9\) is lost"):
+        form(rpc, peer, OfLostWorker)
 
 
 @pytest.mark.mpi(min_size=2)
