@@ -69,14 +69,14 @@ class Fabric:
         places = world.comm.allgather((topology.machine_id() or world.nodes.index(local), topology.available_cores()))
         reaches = peer_memory and direct.reaches(local[(world.local_rank + 1) % size])
         self.reaches_peers = direct.enabled = all(world.node_comm.allgather(reaches))
-        self.cores = topology.cores_per_rank(affinities, world.local_rank)
+        self.cores = topology.cores_on_machine(places, world.rank)
         self.node_is_crowded = topology.any_crowded(affinities)
         self.recorder = Recorder(world.rank, world.size, world.host, _clock_offset(world))
         self.plan_epoch = PlanEpoch()
         self.recorder.on_switch = self.plan_epoch.advance
         self.ticks: list[Callable[[], None]] = [self.recorder.flush]
         self.job_is_crowded = topology.any_machine_crowded(places)
-        crowded = topology.is_crowded(topology.cores_on_machine(places, world.rank))
+        crowded = topology.is_crowded(self.cores)
         tick = TICK_SECONDS if world.job is None else TOLERANT_TICK_SECONDS
         self.spin = SpinPolicy(crowded=crowded, tick_seconds=tick)
         self.loop = Loop(self.bell, spin=self.spin, sockets=self.sockets, tick=self._tick)

@@ -54,12 +54,16 @@ class MeasuredNetwork(NetworkConstants):
     paced: bool = False  # TCP spaces its packets out (BBR)
 
     @property
+    def is_slow(self) -> bool:
+        return self.gap_per_byte > 1 / ASKING_BYTES_PER_SECOND
+
+    @property
     def early_bytes(self) -> int:
         """Up to so many bytes for a rank go in messages that do not ask. To ask takes a message there and back; without
         it MPI copies the bytes once more. On a slow network that costs nothing, and a question queues behind data.
         Where packets are spaced out, what asks takes twice as long at any length.
         """
-        if self.paced or self.gap_per_byte > 1 / ASKING_BYTES_PER_SECOND:
+        if self.paced or self.is_slow:
             return sys.maxsize
         return int(2 * self.latency / max(self.fold, 1e-12))
 

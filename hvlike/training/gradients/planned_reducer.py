@@ -71,15 +71,17 @@ class PlannedReducer(PersistentOperation):
         self._spare_core = SpareCore() if self.overlaps and automatic else None
         # The hooks of backward move what was started, where no other thread can.
         self._hooks_move = self._early_from_next = False
-        several_nodes = len(self._set_state.group.nodes) > 1
-        self._may_move = several_nodes and automatic
+        nodes = self._set_state.group.nodes
+        constants = self._set_state.queues.first.constants
+        self._may_move = len(nodes) > 1 and automatic
         self._slow_steps = 0
         self.sizes = choose_sizes(
             knobs.bucket_bytes,
             knobs.first_bucket_bytes,
             overlaps=self.overlaps,
             on_device=on_device,
-            several_nodes=several_nodes,
+            nodes=nodes,
+            slow_network=constants is not None and constants.is_slow,
         )
         self.start: Mapping[str, int] = {}  # Checksums by name, to warn where the ranks start apart
         self.schedule: Schedule | None = None  # What is agreed; None before the first step
