@@ -395,7 +395,7 @@ def _bucket_bytes(case: Case, model: Model) -> list[int]:
     """Return the bytes of the buckets, with all settings at their defaults."""
     processors = _processors(case, case.nodes[0])
     share = topology.cores_per_rank([each.allowed for each in processors], 0)
-    sizes = plan.choose_sizes(None, None, overlaps=topology.has_spare_core(share))
+    sizes = plan.choose_sizes(None, None, overlaps=topology.has_spare_core(share), nodes=case.nodes)
     parts = [[index] for index in range(len(model.sizes))]
     buckets = plan.fill_buckets(parts, model.sizes, model.dtypes, *sizes)
     return [sum(model.sizes[index] for index in bucket) for bucket in buckets]

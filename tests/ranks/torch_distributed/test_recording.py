@@ -1,5 +1,6 @@
 """torch's profilers show the calls with the shapes of their tensors, and the waits; CommDebugMode counts the calls."""
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -65,6 +66,7 @@ def test_a_profile_shows_messages_and_waits(world: World) -> None:
         if world.rank:
             work.wait()
         else:
+            time.sleep(0.2)  # Until all others wait: who leaves the barrier late would find its message there
             for other in range(1, world.size):
                 dist.send(torch.ones(2), other)
     assert ("recv" if world.rank else "send") in _names(recorded)
