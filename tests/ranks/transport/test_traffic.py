@@ -1,5 +1,6 @@
 """What leaves a rank is counted: control messages by kind, data messages, calls of MPI's collectives, bytes."""
 
+import math
 import os
 from collections.abc import Iterator
 from types import ModuleType, SimpleNamespace
@@ -82,9 +83,11 @@ def test_data_on_one_node_is_no_message(hvd: ModuleType) -> None:
 def test_data_between_nodes_is_counted_with_its_bytes(hvd: ModuleType, alone_on_a_node: None) -> None:
     size = hvd.size()
     sent = sent_during(lambda: hvd.allreduce(torch.ones(1 << 20)))
-    # Every rank sends its contributions to all shards but its own, and its own shard to all others.
-    assert sent.data_messages >= 2 * (size - 1)
-    assert abs(sent.data_bytes - 2 * (size - 1) / size * (4 << 20)) < 1024
+    # Every rank sends its contributions to all shards but its own, and its own shard to all others; or all that it has
+    # to each other, or to one after the other: ranks that share cores may measure a network of high latency.
+    shares = 2 * (size - 1) / size, size - 1, math.log2(size)
+    assert sent.data_messages >= size - 1
+    assert min(abs(sent.data_bytes - share * (4 << 20)) for share in shares) < 1024
 
 
 @pytest.mark.mpi(min_size=2)
