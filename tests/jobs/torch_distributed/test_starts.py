@@ -120,7 +120,8 @@ def test_torchrun_is_refused_on_every_rank(installed: str, tmp_path: Path) -> No
     program = tmp_path / "program.py"
     program.write_text(
         "import os, sys\nimport torch.distributed as dist\ntry:\n    dist.init_process_group('hvlike')\n"
-        "except RuntimeError as error:\n    print(os.environ['RANK'], error, flush=True)\n"
+        # One write: torchrun has Python write each part of a print by itself, between those of the other process.
+        "except RuntimeError as error:\n    os.write(1, f\"{os.environ['RANK']} {error}\\n\".encode())\n"
     )
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(program)]
     # Each is a job of its own for Open MPI, which leaves its file where hvlike refuses to start.
