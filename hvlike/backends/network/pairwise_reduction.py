@@ -277,7 +277,7 @@ class PairwiseReduction(PairReduction):
         self._slots: deque[Array] = deque()  # Taken for contributions in flight, in their order
         self._largest = max(map(self._room, own))
         window = max(4, BUFFER_BYTES // self._largest)
-        ahead = min(window, (self._size - 1) * (AHEAD_BYTES // self._largest))
+        ahead = min(window, (self._size - 1) * max(1, AHEAD_BYTES // self._largest))
         mine, theirs = [own] * self._size, self._packets
         self._pipelines = [
             MessagePipeline(self._order(mine, -1), ahead, self._receive_contribution, self._fold),

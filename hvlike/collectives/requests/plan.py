@@ -69,9 +69,9 @@ def _everything(proposal: QueueProposal) -> Options:
 OVERLAPPED_BUCKET_BYTES = 8 << 20  # Bucket size where communication can run beside backward
 SINGLE_BUCKET_BYTES = 64 << 20  # Bucket size where it cannot, so that fewer buckets cost less
 ACROSS_BUCKET_BYTES = 3 << 20
-"""Bucket size across nodes, unless each has one rank, which starts all after backward over a fast network: then one
-bucket for all took three quarters of the time for 97 MiB on three hosts. On a slow network small ones start early: of
-13 MiB over 1 Gbit/s 80 ms were left at the end of backward, with buckets of 4 MiB 120, without an early start 160.
+"""Bucket size across nodes, unless each has one rank, which starts all after backward over a fast network: then single
+ones took three quarters of the time for 97 MiB on three hosts. On a slow network small ones start early: of 13 MiB
+over 1 Gbit/s 80 ms were left at the end of backward, with buckets of 4 MiB 120, without an early start 160.
 """
 DEVICE_BUCKET_BYTES = 24 << 20  # Of tensors of a GPU: about that of DistributedDataParallel. Not measured yet
 

@@ -138,6 +138,18 @@ def test_rounded_results_are_bitwise_the_same(
         assert backend.same_everywhere(tensor)
 
 
+@pytest.mark.mpi
+def test_messages_may_be_longer_than_what_is_received_ahead(
+    backend: Backend, small_messages: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # As where the user lets MPI send many MiB without asking.
+    monkeypatch.setattr(pairwise_reduction, "AHEAD_BYTES", 512)
+    choose(monkeypatch, backend, "pairwise")
+    tensor = torch.full((50_000,), float(backend.rank))
+    backend.drive(backend.network.allreduce([tensor], Arithmetic(torch.float32, ReduceOp.SUM)))
+    assert torch.equal(tensor, torch.full((50_000,), float(sum(range(backend.size)))))
+
+
 @pytest.mark.parametrize("op", [ReduceOp.MIN, ReduceOp.MAX])
 @pytest.mark.mpi
 def test_nan_on_one_rank_reaches_all(backend: Backend, op: ReduceOp) -> None:
