@@ -55,7 +55,7 @@ class TensorBytes:
         runtime, tensor, staged = self._runtime, self.tensor, self._staged
         stream: Any = None
         if runtime is not None:
-            stream = runtime.new_stream(tensor.device)
+            stream = runtime.common_stream(tensor.device, "deliver")
             runtime.wait(stream, self._before)
         # Tensors of inference mode may be written only there.
         writing = torch.inference_mode() if tensor.is_inference() else torch.no_grad()

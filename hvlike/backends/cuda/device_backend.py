@@ -69,8 +69,8 @@ class DeviceBackend:
         self.stream: Stream = runtime.new_stream(device)
         self.broken: BaseException | None = None
         self._rank = rank
-        self._down = runtime.new_stream(device)
-        self._up = runtime.new_stream(device)
+        self._down = runtime.common_stream(device, "down")
+        self._up = runtime.common_stream(device, "up")
 
     def prepare(self, lengths: Sequence[int], arithmetic: Arithmetic) -> None:
         """Not the way of this one."""
@@ -97,7 +97,7 @@ class DeviceBackend:
         """Take each step of a coroutine in a context of its own, and none while it waits."""
         try:
             while True:
-                with inside():
+                with self.runtime.beside_captures(), inside():
                     try:
                         wait = coroutine.send(None)
                     except StopIteration as stop:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import os
 import threading
 import time
 from collections import deque
@@ -25,18 +26,22 @@ from hvlike.backends.arithmetic.reduce_op import LIBRARY_NAMES, ReduceOp
 from hvlike.backends.base import Backend
 from hvlike.backends.cuda.device_backend import DeviceBackend, scale_
 from hvlike.backends.cuda.runtime import DeviceRuntime, Event
-from hvlike.errors import HorovodInternalError, StalledError
+from hvlike.errors import HorovodInternalError, ShutdownError, StalledError
 from hvlike.transport.host.mpi_library import mapped_files
 from hvlike.transport.loop.coroutine import Coroutine
 from hvlike.transport.memory.dtypes import Kind
 
 ID_BYTES = 128
+FINISH_SECONDS = 10.0  # How long a healthy communicator may take to end what is in flight
 
-SPLITS_FROM = 21801  # The first version, 2.18.1, whose communicators can be split
 _DISTRIBUTIONS = ("cupy-cuda12x", "cupy-cuda13x", "cupy-cuda11x", "cupy")
 # NCCL_SUM and so on, NCCL_INT8 and so on.
 _OPS = ("sum", "avg", "min", "max", "prod")
 _DTYPES = ("int8", "uint8", "int32", "int64", "float16", "bfloat16", "float32", "float64")
+
+
+# NCCL forbids two threads to use communicators of one device at a time: it may be the loop and one in backward.
+_LAUNCHING = threading.Lock()
 
 
 class NcclFacts(NamedTuple):
@@ -67,6 +72,8 @@ class Nccl:
 
     def connect(self, size: int, number: bytes, rank: int) -> Communicator:
         """Join the communicator with this number. Blocks until all ranks do: never in the loop."""
+        # Else the first call of a kind connects the ranks, and blocks until all make it, with _LAUNCHING held.
+        os.environ.setdefault("NCCL_RUNTIME_CONNECT", "0")
         make = self._module.NcclCommunicator
         try:
             link = make(size, number, rank)
@@ -91,14 +98,7 @@ class Communicator:
         self.nccl = nccl
         self.link = link
         self._ended = threading.Lock()
-
-    @property
-    def splits(self) -> bool:
-        return self.nccl.version >= SPLITS_FROM and hasattr(self.link, "commSplit")
-
-    def split(self, rank: int) -> Communicator:
-        """Another communicator of the same ranks. Blocks until all ranks do; nothing may be in flight in this one."""
-        return Communicator(self.nccl, self.link.commSplit(0, rank))
+        self._ending: threading.Thread | None = None
 
     def error(self) -> Exception | None:
         try:
@@ -109,9 +109,36 @@ class Communicator:
         return None
 
     def abort(self) -> None:
-        """End what is in flight, in a thread, as that may take a moment; once."""
+        """End what is in flight, in a thread, as that may take a moment; once. For a communicator that is broken."""
+        self._end(self.link.abort)
+
+    def finish(self, is_idle: Callable[[], bool]) -> None:
+        """Let what is in flight end, then give the communicator back, in a thread; once. All ranks do.
+
+        is_idle: True when nothing is in flight. Where that takes too long, another rank has not begun: abort.
+        """
+        self._end(lambda: self._finish(is_idle))
+
+    def join(self, until: float) -> bool:
+        """Wait for `abort` or `finish` until this value of time.monotonic(); False where it has not ended."""
+        if self._ending is not None:
+            self._ending.join(max(0.0, until - time.monotonic()))
+        return self._ending is None or not self._ending.is_alive()
+
+    def _end(self, how: Callable[[], None]) -> None:
         if self._ended.acquire(blocking=False):
-            threading.Thread(target=self.link.abort, name="hvlike-nccl-abort", daemon=True).start()
+            self._ending = threading.Thread(target=how, name="hvlike-nccl-end", daemon=True)
+            self._ending.start()
+
+    def _finish(self, is_idle: Callable[[], bool]) -> None:
+        until = time.monotonic() + FINISH_SECONDS
+        while not is_idle():
+            if time.monotonic() > until:
+                # ncclCommAbort ends kernels that run, and leaves wrong data: only where they would not end.
+                self.link.abort()
+                return
+            time.sleep(0.0005)
+        self.link.destroy()
 
 
 def load() -> Nccl:
@@ -205,7 +232,6 @@ class NcclBackend(DeviceBackend):
         self._limit = limit
         self._address = runtime.address(self.stream)
         self._under_way: deque[tuple[Event, float]] = deque()
-        self._lock = threading.Lock()
 
     def watch(self, now: float) -> HorovodInternalError | None:
         if self.broken is not None:
@@ -217,8 +243,12 @@ class NcclBackend(DeviceBackend):
                 "connection to it has broken; set NCCL_DEBUG=INFO to see more."
             )
         under_way = self._under_way
-        while under_way and self.runtime.has_passed(under_way[0][0]):
-            under_way.popleft()
+        try:
+            while under_way and self.runtime.has_passed(under_way[0][0]):
+                under_way.popleft()
+        except RuntimeError as error:
+            # An error of a kernel, of whoever put it there, stays: all that is asked of this device fails from now on.
+            return HorovodInternalError(f"{self.home} has failed: {str(error).splitlines()[0]}")
         if self._limit and under_way and now - under_way[0][1] > self._limit:
             return StalledError(
                 f"A collective on {self.home} has not ended within {self._limit:g} s: another rank has not begun it, "
@@ -227,9 +257,22 @@ class NcclBackend(DeviceBackend):
         return None
 
     def abort(self, error: BaseException) -> None:
-        """As everywhere; ends kernels that wait for other ranks."""
+        """As everywhere. Ends kernels that wait for other ranks; where hvlike is shut down, they finish."""
         super().abort(error)
-        self._communicator.abort()
+        if isinstance(error, ShutdownError):
+            self._communicator.finish(self._is_idle)
+        else:
+            self._communicator.abort()
+
+    def join(self, until: float) -> bool:
+        """Wait for what `abort` has begun until this value of time.monotonic(); False where it has not ended."""
+        return self._communicator.join(until)
+
+    def _is_idle(self) -> bool:
+        with _LAUNCHING:
+            while self._under_way and self.runtime.has_passed(self._under_way[0][0]):
+                self._under_way.popleft()
+            return not self._under_way
 
     def _allreduce(self, tensors: Sequence[torch.Tensor], arithmetic: Arithmetic) -> Coroutine[None]:
         recipe = recipe_of(arithmetic, self._size)
@@ -283,9 +326,11 @@ class NcclBackend(DeviceBackend):
         """Put calls (a function of the communicator, and all it is given but the stream) into it, as one group."""
         if not calls:
             return
-        with self._lock:
+        with _LAUNCHING:
             self.check()
+            # Before: the first call of a kind connects the ranks, and waits for them.
+            begun = time.monotonic()
             with self._communicator.nccl.group():
                 for call, *arguments in calls:
                     call(*arguments, self._address)
-            self._under_way.append((self.runtime.record(self.stream), time.monotonic()))
+            self._under_way.append((self.runtime.record(self.stream), begun))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -92,7 +93,7 @@ class DeviceBackends:
         self._group = group
         self._knobs = knobs
         self._host = host
-        self._root: nccl.Communicator | None = None
+        self._opened: list[NcclBackend] = []
         self.choice: Choice | None = None
 
     def open(self, host: Backend, runtime: DeviceRuntime, device: torch.device | None) -> Coroutine[DeviceBackend]:
@@ -110,21 +111,27 @@ class DeviceBackends:
             communicator = yield from self._connect(host, runtime, device)
             if communicator is not None:
                 place = (group.rank, group.size)
-                return NcclBackend(host, runtime, device, place, communicator, self._knobs.nccl_timeout)
+                backend = NcclBackend(host, runtime, device, place, communicator, self._knobs.nccl_timeout)
+                self._opened.append(backend)
+                return backend
         kind = SoloDeviceBackend if self.choice.backend == SOLO else DeviceBackend
         return kind(host, runtime, device, group.rank)
 
     def close(self) -> None:
-        if self._root is not None:
-            self._root.abort()
-            self._root = None
+        """Wait until the communicators have ended, which the op queues have asked for on all ranks."""
+        until = time.monotonic() + 2 * nccl.FINISH_SECONDS
+        opened, self._opened = self._opened, []
+        if not all(each.join(until) for each in opened):
+            logger.warning("NCCL has not ended its communicators within %g s", 2 * nccl.FINISH_SECONDS)
 
     def _choose(self, host: Backend, runtime: DeviceRuntime, device: torch.device) -> Coroutine[Choice]:
         knobs = self._knobs
         found = nccl.NcclFacts("", 0, "HVLIKE_CUDA_PLANE=staged", "", 0)
         if knobs.cuda_plane != STAGED and (self._group.size > 1 or knobs.cuda_plane == NCCL):
             found = nccl.describe()
-        mine = DeviceFacts(self._host, runtime.identity(device), found.version, found.missing[:300])
+        # As NCCL counts hosts: it refuses two ranks on one GPU of one host.
+        host_name = os.environ.get("NCCL_HOSTID") or self._host
+        mine = DeviceFacts(host_name, runtime.identity(device), found.version, found.missing[:300])
         facts = [DeviceFacts(*each) for each in (yield from _tell_all(host, self._group, mine))]
         return choose_backend(facts, self._group.ranks, knobs.cuda_plane)
 
@@ -138,20 +145,13 @@ class DeviceBackends:
     ) -> Coroutine[nccl.Communicator | None]:
         """A communicator for one more op queue; None where some rank fails, and host memory serves instead."""
         group = self._group
-        if self._root is None or not self._root.splits:
-            library = nccl.load()
-            number = torch.zeros(nccl.ID_BYTES, dtype=torch.uint8, device="cpu")
-            if group.rank == 0:
-                number = torch.frombuffer(bytearray(library.new_id()), dtype=torch.uint8)
-            yield from host.gather([number], [0])
-            known = bytes(number.tolist())
-            made = yield from self._agree(host, runtime, device, lambda: library.connect(group.size, known, group.rank))
-            if made is None or not made.splits:
-                return made
-            # Nothing else may be in flight in a communicator that is split, so the first one does nothing else.
-            self._root = made
-        root = self._root
-        return (yield from self._agree(host, runtime, device, lambda: root.split(group.rank)))
+        library = nccl.load()
+        number = torch.zeros(nccl.ID_BYTES, dtype=torch.uint8, device="cpu")
+        if group.rank == 0:
+            number = torch.frombuffer(bytearray(library.new_id()), dtype=torch.uint8)
+        yield from host.gather([number], [0])
+        known = bytes(number.tolist())
+        return (yield from self._agree(host, runtime, device, lambda: library.connect(group.size, known, group.rank)))
 
     def _agree(
         self, host: Backend, runtime: DeviceRuntime, device: torch.device, make: Callable[[], nccl.Communicator]

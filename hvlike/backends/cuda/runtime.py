@@ -12,6 +12,9 @@ from typing import Any, TypeAlias
 
 import torch
 
+from hvlike.backends.cuda.captures import BesideCaptures, find_exchange
+from hvlike.errors import UsageError
+
 Stream: TypeAlias = Any  # A queue of a device: what is put there is done in order, some time. Can be a key of a dict.
 Event: TypeAlias = Any  # A point in a stream
 _HIGH = -1
@@ -23,18 +26,40 @@ class DeviceRuntime:
 
     kind = "cuda"  # What torch.device.type says of its tensors
 
+    def __init__(self) -> None:
+        self._exchange = find_exchange()
+        self._common: dict[tuple[torch.device, str], Stream] = {}
+
     def home(self, local_rank: int) -> torch.device:
         """The device of a process that has no tensor on one yet; the current one belongs to the thread that set it."""
         return torch.device("cuda", local_rank % torch.cuda.device_count())
 
     def identity(self, device: torch.device) -> str:
-        """What no other device of any host is called, and this one in every process."""
-        return str(torch.cuda.get_device_properties(device).uuid)
+        """What NCCL tells the GPUs of a host by: the place on the bus, which is the same for the parts of a MIG GPU."""
+        found: Any = torch.cuda.get_device_properties(device)
+        if not hasattr(found, "pci_bus_id"):
+            return str(found.uuid)
+        return f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}"
 
     def new_stream(self, device: torch.device) -> Stream:
         """A stream that waits for no other one unless told to; a short reduction need not wait for long kernels."""
         make: Callable[..., Stream] = torch.cuda.Stream
         return make(device, priority=_HIGH)
+
+    def common_stream(self, device: torch.device, use: str) -> Stream:
+        """The one stream for this use, such as "down": torch makes 32 of a priority, and then hands them out again."""
+        stream = self._common.get((device, use))
+        if stream is None:
+            stream = self._common.setdefault((device, use), self.new_stream(device))
+        return stream
+
+    def is_capturing(self) -> bool:
+        """Whether this thread captures a CUDA graph in the stream in use."""
+        return bool(torch.cuda.is_current_stream_capturing())
+
+    def beside_captures(self) -> AbstractContextManager[Any]:
+        """What this thread asks meanwhile is allowed while another thread captures a CUDA graph."""
+        return _NOTHING if self._exchange is None else BesideCaptures(self._exchange)
 
     def current_stream(self, device: torch.device) -> Stream:
         """Where this thread puts what it asks of `device` now."""
@@ -62,11 +87,13 @@ class DeviceRuntime:
 
     def has_passed(self, event: Event) -> bool:
         """Whether the device has come by this point."""
-        return bool(event.query())
+        # A question makes a context on the current device, if that has none: half a GiB.
+        with self.beside_captures(), torch.cuda.device(event.device):
+            return bool(event.query())
 
     def pinned(self, nbytes: int) -> torch.Tensor:
         """Bytes of host memory that the device copies to and from by itself; torch reuses them once it has."""
-        with torch.inference_mode(False):
+        with self.beside_captures(), torch.inference_mode(False):
             return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
@@ -105,6 +132,11 @@ def events_of(kind: str, tensors: Iterable[torch.Tensor]) -> list[Event]:
     if runtime is None:
         return []
     devices = dict.fromkeys(each.device for each in tensors if each.device.type == kind)
+    if devices and runtime.is_capturing():
+        raise UsageError(
+            "hvlike was called while this thread captures a CUDA graph, which would not hold what the other ranks do. "
+            "End the capture before you communicate, and replay the graph beside it."
+        )
     return [runtime.record(runtime.current_stream(device)) for device in devices]
 
 

@@ -100,14 +100,8 @@ class FakeLink:
         self.size = size
         self.calls: list[list[Call]] = []
         self.aborted = threading.Event()
+        self.destroyed = threading.Event()
         self.failure: Exception | None = None
-
-    def commSplit(self, color: int, key: int) -> FakeLink:
-        assert not self.calls, "nothing else may use a communicator that is split"
-        assert (color, key) == (0, self.rank)
-        return self.nccl.join(
-            self.nccl.meet(b"split" + bytes([len(self.nccl.links)]), self.rank, self.size), key, self.size
-        )
 
     def check_async_error(self) -> None:
         if self.failure is not None:
@@ -115,6 +109,9 @@ class FakeLink:
 
     def abort(self) -> None:
         self.aborted.set()
+
+    def destroy(self) -> None:
+        self.destroyed.set()
 
     def allReduce(self, send: int, receive: int, count: int, dtype: int, op: int, stream: int) -> None:
         self._call("allReduce", (send, receive, count, dtype, op), stream)

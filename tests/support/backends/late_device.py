@@ -116,6 +116,7 @@ class LateDevice:
 
     def __init__(self) -> None:
         self.streams: list[LateStream] = []
+        self.common: dict[str, LateStream] = {}
         self.kept: list[tuple[torch.Tensor, Any]] = []
         self.pinned_bytes = 0
         self.waits_of_the_host = 0
@@ -130,6 +131,15 @@ class LateDevice:
     def new_stream(self, device: torch.device) -> LateStream:
         self.streams.append(LateStream(f"late-{len(self.streams)}"))
         return self.streams[-1]
+
+    def common_stream(self, device: torch.device, use: str) -> LateStream:
+        return self.common.setdefault(use, self.new_stream(device))
+
+    def is_capturing(self) -> bool:
+        return False
+
+    def beside_captures(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def current_stream(self, device: torch.device) -> LateStream | None:
         return getattr(self._mine, "stream", None)

@@ -7,6 +7,8 @@ import torch
 from ranks.backends.cuda.conftest import Late
 from support.backends.jobs import run
 
+from hvlike.backends.arithmetic.arithmetic import Arithmetic
+from hvlike.backends.arithmetic.reduce_op import ReduceOp
 from hvlike.backends.base import Backend
 from hvlike.backends.cuda.device_backend import DeviceBackend
 from hvlike.backends.cuda.opening import DeviceBackends
@@ -14,7 +16,7 @@ from hvlike.collectives.persistent.bucket import ReductionSettings
 from hvlike.collectives.requests.plan import Entry
 from hvlike.collectives.session.context import current
 from hvlike.config import Config
-from hvlike.errors import LaunchError
+from hvlike.errors import LaunchError, ShutdownError
 from hvlike.training.gradients.planned_reducer import PlannedReducer
 from hvlike.transport.loop.coroutine import Coroutine
 
@@ -65,20 +67,26 @@ def test_where_only_nccl_will_do_every_rank_gets_the_error(late: Late) -> None:
     assert "rank 0: RuntimeError: NCCL_ERROR_SYSTEM_ERROR" in caught[0]
 
 
-def test_queues_split_one_communicator(late: Late) -> None:
-    devices, links = backends("nccl"), late.nccl.links
+def test_each_queue_has_a_communicator_which_ends_in_peace_once_its_work_is_done(late: Late) -> None:
+    devices, links, opened = backends("nccl"), late.nccl.links, []
     before = len(links)
+    tensor = torch.full((3,), late.hvd.rank() + 1.0)
 
     def job(host: Backend) -> Coroutine[None]:
-        for _ in range(2):
-            yield from devices.open(host, late.device, None)
+        opened.append((yield from devices.open(host, late.device, None)))
+        opened.append((yield from devices.open(host, late.device, None)))
+        yield from opened[0].run(opened[0].allreduce([tensor], Arithmetic(torch.float32, ReduceOp.SUM)))
 
     run(job)
-    root, *split = links[before:]
-    assert len(split) == 2
+    mine = links[before:]
+    assert len(mine) == 2
+    for each in opened:
+        each.abort(ShutdownError("the end"))
     devices.close()
-    assert root.aborted.wait(60.0)
-    assert not any(each.aborted.is_set() for each in split)
+    assert all(each.destroyed.is_set() for each in mine)
+    assert not any(each.aborted.is_set() for each in mine)
+    size = late.hvd.size()
+    assert torch.equal(tensor, torch.full((3,), size * (size + 1) / 2))
 
 
 def test_the_job_goes_on_where_the_backend_that_is_wanted_cannot_serve(

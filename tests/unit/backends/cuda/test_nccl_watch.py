@@ -10,8 +10,9 @@ from support.backends.late_device import LateDevice
 from hvlike.backends.arithmetic.arithmetic import Arithmetic
 from hvlike.backends.arithmetic.reduce_op import ReduceOp
 from hvlike.backends.base import SoloBackend
+from hvlike.backends.cuda import nccl
 from hvlike.backends.cuda.nccl import Communicator, Nccl, NcclBackend
-from hvlike.errors import HorovodInternalError, StalledError
+from hvlike.errors import HorovodInternalError, ShutdownError, StalledError
 
 LIMIT = 5.0
 
@@ -90,3 +91,39 @@ def test_after_an_abort_everybody_gets_the_error() -> None:
     with pytest.raises(HorovodInternalError, match="rank 1 has gone"):
         setting.reduce(torch.ones(3))
     assert not setting.link.calls
+
+
+def test_an_error_that_stays_on_the_device_is_told_and_does_not_leave_the_loop() -> None:
+    setting = Setting()
+    setting.reduce(torch.ones(3))
+
+    def failing(event: object) -> bool:
+        raise RuntimeError("CUDA error: device-side assert triggered\nSearch for it in the documentation")
+
+    setting.device.has_passed = failing
+    error = setting.backend.watch(time.monotonic())
+    assert isinstance(error, HorovodInternalError)
+    assert str(error) == "cpu has failed: CUDA error: device-side assert triggered"
+
+
+def test_the_end_of_hvlike_lets_what_is_under_way_finish() -> None:
+    setting = Setting()
+    tensor = torch.ones(3)
+    setting.reduce(tensor)
+    setting.backend.abort(ShutdownError("hvlike was shut down"))
+    assert setting.backend.join(time.monotonic() + 60.0)
+    assert setting.link.destroyed.is_set()
+    assert not setting.link.aborted.is_set()
+    setting.device.drain(setting.backend.stream)
+    assert torch.equal(tensor, torch.full((3,), 3.0))
+
+
+def test_what_does_not_finish_is_aborted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nccl, "FINISH_SECONDS", 0.01)
+    setting = Setting()
+    setting.reduce(torch.ones(3))
+    setting.device.has_passed = lambda event: False
+    setting.backend.abort(ShutdownError("hvlike was shut down"))
+    assert setting.backend.join(time.monotonic() + 60.0)
+    assert setting.link.aborted.is_set()
+    assert not setting.link.destroyed.is_set()
