@@ -12,7 +12,6 @@ import ctypes
 import os
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -24,6 +23,7 @@ from typing import Any
 
 from hvlike.errors import LaunchError
 from hvlike.launch.run import stop
+from hvlike.observe import printing
 from hvlike.transport.failure.exit_status import VARIABLE, JobRecord
 from hvlike.transport.host.find_mpirun import OPEN_MPI, examine_launcher
 from hvlike.transport.host.mpi_library import SHM_FOLDER
@@ -39,7 +39,7 @@ _ENDING_SECONDS, _REAP_SECONDS = 10.0, 0.05
 
 
 def say(text: str) -> None:
-    print(f"hvlike launch: {text}", file=sys.stderr, flush=True)
+    printing.write(f"hvlike launch: {text}")
 
 
 @dataclass

@@ -3,6 +3,9 @@
 A program that configures logging decides what happens to the records. Without that they are printed on stderr: INFO
 and above from rank 0, WARNING and above from all ranks. HVLIKE_LOG_LEVEL prints its level and above from every rank,
 whatever the program configures. Reports of ranks that keep others waiting show the `main_stack` of these.
+
+A warning may never end what it warns of: what a handler or a filter of the program raises does not come out of a call
+of hvlike. The record is printed on stderr then.
 """
 
 from __future__ import annotations
@@ -13,6 +16,8 @@ import sys
 import threading
 import traceback
 from types import FrameType
+
+from hvlike.observe import printing
 
 _LEVELS = {"trace": logging.DEBUG, "fatal": logging.CRITICAL}
 
@@ -39,19 +44,48 @@ class Printer(logging.Handler):
         self._steps_aside = steps_aside
 
     def emit(self, record: logging.LogRecord) -> None:
-        if sys.stderr is None or (self._steps_aside and self._others()):
-            return
-        try:
+        if not (self._steps_aside and self._others()):
             # One write, or the lines of several ranks are shuffled.
-            sys.stderr.write(self.format(record) + "\n")
-            sys.stderr.flush()
-        except Exception:
-            self.handleError(record)
+            printing.write(self.format(record))
 
     def _others(self) -> bool:
         """Whether the program has handlers for the records of hvlike. It may add them at any time."""
         logger = logging.getLogger("hvlike")
         return len(logger.handlers) > 1 or (logger.propagate and logging.getLogger().hasHandlers())
+
+
+class _Unfailing(logging.Logger):
+    """A logger whose records are handled without an exception, whatever handlers and filters are the program's."""
+
+    def handle(self, record: logging.LogRecord) -> None:
+        try:
+            super().handle(record)
+        except BaseException as error:
+            if isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
+                raise
+            printing.write(
+                f"hvlike {record.levelname}: {_text_of(record)}\n{_HANDLER_FAILED.format(type(error).__name__)}"
+            )
+
+
+_HANDLER_FAILED = "(printed here because a logging handler of the program has raised {})"
+
+
+def _text_of(record: logging.LogRecord) -> str:
+    try:
+        return record.getMessage()
+    except Exception:
+        return str(record.msg)
+
+
+def unfailing(logger: logging.Logger) -> None:
+    """Have a logger, which is what the program gets by its name, raise nothing. A second call does nothing."""
+    if not isinstance(logger, _Unfailing):
+        # The program may have set a class of its own for loggers.
+        logger.__class__ = type("Logger", (_Unfailing, type(logger)), {})
+
+
+unfailing(logging.getLogger("hvlike"))
 
 
 def set_up_log(level: str | None, rank: int, *, hide_time: bool) -> None:

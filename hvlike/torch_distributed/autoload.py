@@ -6,6 +6,7 @@ imported already, and no fault in it ends the import of torch. The backend itsel
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import warnings
@@ -53,7 +54,8 @@ def _warn(error: Exception) -> None:
         warnings.warn(text, RuntimeWarning, stacklevel=3)
     except RuntimeWarning:
         # Warnings are errors here, but `import torch` shall go on.
-        print(text, file=sys.stderr)
+        with contextlib.suppress(Exception):
+            print(text, file=sys.stderr)
 
 
 def _create(options: Any, pg_options: Any) -> Any:

@@ -13,7 +13,6 @@ The results of training stay the same to the last bit: the sizes only say what t
 from __future__ import annotations
 
 import math
-import sys
 import time
 from collections.abc import Sequence
 from operator import itemgetter
@@ -32,6 +31,7 @@ from hvlike.collectives.requests.process_set import ProcessSet
 from hvlike.collectives.session.context import current
 from hvlike.config import Config
 from hvlike.errors import UsageError
+from hvlike.observe import printing
 from hvlike.training.gradients.planned_reducer import PlannedReducer
 
 BUCKET_BYTES = tuple(mebibytes << 20 for mebibytes in (1, 2, 4, 8, 16, 32, 64, 128))
@@ -236,7 +236,7 @@ class TuningReport:
             f"{1000 * seconds:.3f} ms a step, {1000 * start_seconds:.3f} ms at the start"
         )
         where = "" if self._file is None else f"; load it with HVLIKE_KNOBS_FILE={self._file}"
-        print(f"hvlike autotune: {found}{where}", file=sys.stderr, flush=True)
+        printing.write(f"hvlike autotune: {found}{where}")
         if self._file is not None:
             lines = f"HVLIKE_BUCKET_BYTES={size}\nHVLIKE_FIRST_BUCKET_BYTES={first}\nHVLIKE_CYCLE_TIME={cycle}\n"
             _write("HVLIKE_AUTOTUNE_FILE", self._file, f"# {found}\n{lines}", "w")

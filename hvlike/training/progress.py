@@ -1,10 +1,14 @@
-"""hvd.progress: a progress bar for a loop that all ranks run, shown once, with figures averaged over the ranks."""
+"""hvd.progress: a progress bar for a loop that all ranks run, shown once, with figures averaged over the ranks.
+
+A bar only shows: where the program's stderr does not take it, it is gone, and the loop goes on.
+"""
 
 from __future__ import annotations
 
 import logging
+import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from importlib import import_module
 from importlib.util import find_spec
 from types import TracebackType
@@ -15,6 +19,7 @@ from torch import Tensor
 from hvlike.collectives.api.statistics import metrics_of
 from hvlike.collectives.session.context import current, is_running
 from hvlike.errors import UsageError
+from hvlike.observe import printing
 from hvlike.transport.host.parents import columns_of_terminal
 
 T = TypeVar("T")
@@ -68,8 +73,7 @@ class Progress(Generic[T]):
         if now >= self._due:
             self._due = now + self._gazette.pause
             self._report()
-            if self._bar is not None:
-                self._bar.set_postfix(self._gazette.means(self._column), refresh=False)
+            self._show(lambda bar: bar.set_postfix(self._gazette.means(self._column), refresh=False))
 
     def update(self, n: int = 1) -> None:
         """Count steps that are done; iterating does it by itself. Local.
@@ -78,7 +82,7 @@ class Progress(Generic[T]):
             n: How many steps.
         """
         if self._bar is not None:
-            self._bar.update(n)
+            self._show(lambda bar: bar.update(n))
 
     def write(self, text: str) -> None:
         """Print a line on rank 0, above the bar if there is one. Local; other ranks print nothing.
@@ -87,17 +91,16 @@ class Progress(Generic[T]):
             text: The line.
         """
         if self._bar is not None:
-            self._bar.write(text)
+            self._show(lambda bar: bar.write(text))
         elif self._context.world.rank == 0:
-            print(text, flush=True)
+            printing.print_to(sys.stdout, text + "\n")
 
     def close(self) -> None:
         """Show the last figures and leave the bar as it is. Local; a second call does nothing."""
         self._report()
-        bar, self._bar = self._bar, None
-        if bar is not None:
-            bar.set_postfix(self._gazette.means(self._column), refresh=False)
-            bar.close()
+        self._show(lambda bar: bar.set_postfix(self._gazette.means(self._column), refresh=False))
+        self._show(lambda bar: bar.close())
+        self._bar = None
 
     def __iter__(self) -> Iterator[T]:
         try:
@@ -117,6 +120,15 @@ class Progress(Generic[T]):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def _show(self, act: Callable[[Any], object]) -> None:
+        if self._bar is None:
+            return
+        try:
+            act(self._bar)
+        except Exception as error:
+            self._bar = None
+            logger.debug("the progress bar is gone: %s", error)
 
     def _report(self) -> None:
         sums = {name: (float(total), count) for name, (total, count) in self._sums.items()}
@@ -194,8 +206,17 @@ def _bar(iterable: Iterable[Any] | None, desc: str | None, total: float | None, 
         return None
     if total is None and hasattr(iterable, "__len__"):
         total = len(iterable)  # type: ignore[arg-type]
-    # What mpirun passes on has no size of its own.
-    return import_module("tqdm").tqdm(desc=desc, total=total, **{"ncols": columns, **options})
+    tqdm = import_module("tqdm").tqdm
+    given = {"ncols": columns, **options}
+    try:
+        # What mpirun passes on has no size of its own.
+        return tqdm(desc=desc, total=total, **given)
+    except (KeyError, TypeError):
+        # Words that tqdm does not know.
+        raise
+    except Exception as error:
+        logger.debug("progress shows no bar: %s", error)
+        return None
 
 
 def _number(name: str, value: float | Tensor) -> float | Tensor:

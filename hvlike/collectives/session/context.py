@@ -167,6 +167,7 @@ class Context:
             self.world.close()
             raise
         self.fabric = Fabric(self.world, peer_memory=knobs.peer_memory)
+        self.guard.before_end.append(self.fabric.recorder.flush)
         settings.apply(self.fabric)
         self._processes = {rank: bell.process for rank, bell in self.fabric.bells.items()}
         self._liveness = Liveness(self._processes)

@@ -9,8 +9,6 @@ from __future__ import annotations
 import importlib
 import logging
 import re
-import sys
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -18,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from hvlike.errors import WorkerLostError
+from hvlike.observe import printing
 from hvlike.rpc.wire.autograd_hooks import NO_CONTEXT, Note
 from hvlike.rpc.wire.tensors import Body
 
@@ -66,13 +65,9 @@ class Description(NamedTuple):
 
 def describe_error(error: BaseException, worker: WorkerInfo) -> Description:
     """Describe an exception and print its traceback to stderr. Never raises, whatever the exception's methods do."""
-    said = f"On {worker}:\n{_representation(error)}\n{_traceback(error)}"
-    try:
-        # print would write to stdout where there is no stderr.
-        if sys.stderr is not None:
-            print(said, file=sys.stderr)
-    except Exception as failure:
-        logger.debug("a remote traceback could not be printed: %s", failure)
+    trace = printing.traceback_of(type(error), error, error.__traceback__)
+    said = f"On {worker}:\n{_representation(error)}\n{trace}"
+    printing.write(said)
     cls = type(error)
     family = "RuntimeError"
     if not isinstance(error, RuntimeError):
@@ -134,15 +129,8 @@ def _meaning(escape: re.Match[str]) -> str:
 def _representation(error: BaseException) -> str:
     try:
         return repr(error)
-    except Exception as failure:
+    except BaseException as failure:
         return f"{type(error).__name__}(...) whose repr() raises {type(failure).__name__}"
-
-
-def _traceback(error: BaseException) -> str:
-    try:
-        return "".join(traceback.format_exception(error))
-    except Exception as failure:
-        return f"{type(error).__name__} (its traceback cannot be shown: {type(failure).__name__})\n"
 
 
 def _obstacle(cls: type[BaseException], text: str) -> str:

@@ -22,6 +22,7 @@ survives the loss of ranks, and nothing where the launcher itself was killed. Th
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import os
 import sys
@@ -32,6 +33,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 _CODE: Any = vars(SystemExit)["code"]
+_SHOWN_CHARACTERS = 160
 
 
 class _ObservedExit(SystemExit):
@@ -43,7 +45,7 @@ class _ObservedExit(SystemExit):
     def code(self) -> Any:
         value = _CODE.__get__(self)
         if sys._getframe().f_back is None:
-            self.observer.record(to_status(value))
+            self.observer.record(to_status(value), text_of(value))
         return value
 
     @code.setter
@@ -66,10 +68,21 @@ def to_status(code: object) -> int:
     return int(code) & 0xFF if isinstance(code, int) else 1
 
 
+def text_of(code: object) -> str:
+    """What sys.exit(code) prints, on one line in parentheses: a stderr of the program's may not print it. Else ""."""
+    if code is None or isinstance(code, int):
+        return ""
+    with contextlib.suppress(BaseException):
+        first = str(code).strip().partition("\n")[0]
+        return f" ({first[:_SHOWN_CHARACTERS]})"
+    return ""
+
+
 class ExitObserver:
     """Replaces sys.exit and remembers the status once the interpreter ends through it."""
 
     status: int | None = None  # 0 to 255 once the interpreter exits through sys.exit
+    text = ""  # What it prints then
 
     def __init__(self, on_exit: Callable[[int], None] | None = None) -> None:
         """on_exit: called with the status, on the main thread, before other threads are joined and atexit runs."""
@@ -89,8 +102,8 @@ class ExitObserver:
             sys.exit = self._previous
         self._previous = self._replacement = None
 
-    def record(self, status: int) -> None:
-        self.status = status
+    def record(self, status: int, text: str = "") -> None:
+        self.status, self.text = status, text
         if self._on_exit is not None:
             self._on_exit(status)
 

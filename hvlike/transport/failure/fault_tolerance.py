@@ -22,12 +22,10 @@ standard 4.1, PMIx_Notify_event, PMIX_ERR_PROC_ABORTED, PMIX_RANGE_PROC_LOCAL, P
 from __future__ import annotations
 
 import atexit
-import contextlib
 import ctypes
 import math
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
@@ -37,6 +35,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from hvlike.errors import LaunchError, PeerLeftError, UsageError
+from hvlike.observe import printing
 from hvlike.transport.failure.fault_tolerant_comm import GARBAGE, Communicator, is_failure
 from hvlike.transport.host.mpi_library import ForkMark, mapped_files
 
@@ -328,11 +327,11 @@ def _finalize_current() -> None:
 
 
 def _end_process() -> None:
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(AttributeError, OSError, ValueError):
-            stream.flush()
-    # The launcher waits for ever for a process that exits without MPI_Finalize, but not for a lost one.
-    os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        printing.flush()
+    finally:
+        # The launcher waits for ever for a process that exits without MPI_Finalize, but not for a lost one.
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def as_error(mpi: ModuleType, error: BaseException) -> BaseException:

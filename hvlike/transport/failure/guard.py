@@ -17,42 +17,37 @@ failed first (`CONSEQUENCES`), that rank has `PRECEDENCE` seconds to report the 
 the same advantage where all ranks raise alike.
 
 Exit handlers and non-daemon threads of a failing rank have `GRACE` seconds before the job is aborted anyway.
+
+From the moment at which a rank fails nothing of the program is trusted: streams, hooks and exceptions may raise or
+block whatever they do. Abort stands behind a `finally`, and all before it has a limit of time (observe/printing.py).
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
-import errno
 import faulthandler
 import os
 import signal
-import socket
 import sys
 import threading
 import time
-import traceback
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable
 from types import ModuleType, TracebackType
 from typing import Any, ClassVar
 
 from hvlike.errors import HorovodInternalError, JoinError, PeerLeftError, ShutdownError, WorkerLostError
+from hvlike.observe import printing
 from hvlike.transport.failure import watchdog
 from hvlike.transport.failure.exit_status import ExitObserver, note_good_end
 from hvlike.transport.failure.fault_tolerance import Job
+from hvlike.transport.failure.first_report import FirstReport, describe_others, job_name
 from hvlike.transport.host import launchers, mpi_library
 from hvlike.transport.host.parents import LauncherWatch
 
 GRACE = 5.0  # Seconds between the end of a failing program and Abort, for exit handlers and threads that still run
 PRECEDENCE = 0.5  # Seconds by which the report of a cause may be later than that of its consequence
 CONSEQUENCES = (JoinError, PeerLeftError, ShutdownError, WorkerLostError)
-
-
-_LINE_BYTES = 400
-_MOST_OTHERS = 10_000
-_SHOWN_OTHERS = 4
-_SHOWN_CHARACTERS = 160
 
 
 class Guard:
@@ -75,6 +70,7 @@ class Guard:
         self._on_first_node = on_first_node
         self._owner = os.getpid()
         self._exit = ExitObserver(self._on_sys_exit)
+        self.before_end: list[Callable[[], object]] = []  # What is still written when this rank fails, in some thread
         self._failure: int | None = None
         self._failed_at = 0.0
         self._reported = False
@@ -106,8 +102,9 @@ class Guard:
             self._parents = LauncherWatch()
             self._first = FirstReport(job_name(self._parents.launcher))
         self._answers_signal = watchdog.answer_stack_signal()
-        if not faulthandler.is_enabled() and sys.__stderr__ is not None:
-            faulthandler.enable(sys.__stderr__)
+        stderr = printing.descriptor_of_stderr()
+        if not faulthandler.is_enabled() and stderr is not None:
+            faulthandler.enable(stderr)
             self._shows_stacks = True
 
     def uninstall(self) -> None:
@@ -133,24 +130,32 @@ class Guard:
             faulthandler.disable()
 
     def end_job(self, text: str, summary: str) -> None:
-        self._report_text(text, summary)
-        self._abort(1)
+        try:
+            self._report_text(text, summary)
+        finally:
+            self._abort(1)
 
     def end_process(self, text: str, summary: str) -> None:
         """Report, and end this process alone, in the one way that MPI takes for a failure at once."""
-        self._report_text(text, summary)
-        os.kill(os.getpid(), signal.SIGKILL)
+        try:
+            self._report_text(text, summary)
+            self._write_rest()
+        finally:
+            os.kill(os.getpid(), signal.SIGKILL)
 
     def watch_parent(self) -> None:
         """End this process if its launcher is gone. Cheap; the loop calls it about once a second, on any thread."""
-        if self._parents is not None and self._parents.is_orphan():
-            self._say(f"hvlike: {self._name} ends: the launcher (process {os.getppid()} took its place) is gone")
-            # No Abort: without its launcher MPI has nobody to tell, and the other ranks look for themselves. Nor does
-            # anybody remove the library's files any more.
-            try:
-                mpi_library.unlink_start_up_segments(alone=True)
-            finally:
-                os._exit(1)
+        if self._parents is None or not self._parents.is_orphan():
+            return
+        # No Abort: without its launcher MPI has nobody to tell, and the other ranks look for themselves. Nor does
+        # anybody remove the library's files any more.
+        try:
+            text = f"hvlike: {self._name} ends: the launcher (process {os.getppid()} took its place) is gone"
+            printing.report(text)
+            self._write_rest()
+            mpi_library.unlink_start_up_segments(alone=True)
+        finally:
+            os._exit(1)
 
     def _is_mine(self) -> bool:
         return self._watching and os.getpid() == self._owner
@@ -159,23 +164,45 @@ class Guard:
         if not self._is_mine():
             self._previous_hook(kind, error, trace)
             return
-        self._report("uncaught exception", self._previous_hook is sys.__excepthook__, kind, error, trace)
-        if self._previous_hook is not sys.__excepthook__:
-            self._previous_hook(kind, error, trace)
-        if not _is_interactive():
-            self._end_soon(130 if issubclass(kind, KeyboardInterrupt) else 1)
+        try:
+            own = self._previous_hook is not sys.__excepthook__
+            self._report("uncaught exception", not own, kind, error, trace)
+            if own:
+                self._let_hook_tell(lambda: self._previous_hook(kind, error, trace), kind, error, trace)
+        finally:
+            if not _is_interactive():
+                self._end_soon(130 if issubclass(kind, KeyboardInterrupt) else 1)
 
     def _on_thread_exception(self, args: Any) -> None:
         if not self._is_mine() or issubclass(args.exc_type, SystemExit):
             self._previous_thread_hook(args)
             return
-        thread = "a thread" if args.thread is None else f"thread {args.thread.name}"
-        default = self._previous_thread_hook is threading.__excepthook__
-        self._report(f"uncaught exception in {thread}", default, args.exc_type, args.exc_value, args.exc_traceback)
-        if not default:
-            self._previous_thread_hook(args)
-        if not _is_interactive():
-            self._abort(1)
+        what = args.exc_type, args.exc_value, args.exc_traceback
+        try:
+            own = self._previous_thread_hook is not threading.__excepthook__
+            self._report(f"uncaught exception in {_name_of(args.thread)}", not own, *what)
+            if own:
+                self._let_hook_tell(lambda: self._previous_thread_hook(args), *what)
+        finally:
+            if not _is_interactive():
+                self._abort(1)
+
+    def _let_hook_tell(
+        self,
+        hook: Callable[[], object],
+        kind: type[BaseException],
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Have a hook of the program print the exception; where it fails, the traceback is printed all the same."""
+        try:
+            hook()
+        except BaseException as failure:
+            if self._first.is_held:
+                reason = printing.summary_of(type(failure), failure)
+                printing.report(
+                    f"{printing.traceback_of(kind, error, trace)}hvlike: the program's hook failed: {reason}"
+                )
 
     def _on_sys_exit(self, status: int) -> None:
         if self._is_mine() and status:
@@ -189,13 +216,14 @@ class Guard:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if isinstance(error, CONSEQUENCES) or (isinstance(error, HorovodInternalError) and not self._on_first_node):
-            # The rank that reports the cause ends this process meanwhile.
-            time.sleep(PRECEDENCE)
-        text = f"hvlike: {what} on {self._name}\n"
-        if with_trace:
-            text += "".join(traceback.format_exception(kind, error, trace))
-        self._report_text(text, "".join(traceback.format_exception_only(kind, error)))
+        with contextlib.suppress(BaseException):
+            if _follows(kind) or (_is_internal(kind) and not self._on_first_node):
+                # The rank that reports the cause ends this process meanwhile.
+                time.sleep(PRECEDENCE)
+            text = f"hvlike: {what} on {self._name}\n"
+            if with_trace:
+                text += printing.traceback_of(kind, error, trace)
+            self._report_text(text, printing.summary_of(kind, error))
 
     def _report_text(self, text: str, summary: str) -> None:
         """Say it, unless another rank of this node has reported already: that one is told the first line."""
@@ -205,19 +233,15 @@ class Guard:
         # At a prompt each rank goes on, and so do the reports.
         if _is_interactive() or self._first.claim(self._rank, self._summary):
             # One write, or the lines of several failing ranks are shuffled.
-            self._say(text.rstrip("\n"))
-
-    def _say(self, text: str) -> None:
-        if sys.stderr is None:
-            return
-        # The reader of the pipe may be gone, most likely the launcher itself: nobody is left to be told.
-        with contextlib.suppress(OSError):
-            sys.stderr.write(text + "\n")
-            sys.stderr.flush()
+            printing.report(text.rstrip("\n"))
 
     def _end_soon(self, status: int) -> None:
         self._failure = status
-        threading.Thread(target=self._abort_later, args=(status,), name="hvlike-guard", daemon=True).start()
+        try:
+            threading.Thread(target=self._abort_later, args=(status,), name="hvlike-guard", daemon=True).start()
+        except BaseException:
+            # No thread is to be had, when memory is used up for example: nothing would end a program that waits.
+            self._abort(status)
 
     def _abort_later(self, status: int) -> None:
         time.sleep(GRACE)
@@ -230,14 +254,9 @@ class Guard:
         if self._failure is None and self._was_failure_hidden():
             self._failure = 1
         if self._failure:
-            if not self._reported:
-                said = f"ended with status {self._failure}"
-                self._report_text(f"hvlike: {self._name} {said}: the whole job ends", said)
-            self._abort(self._failure)
+            self._report_and_abort(f"ended with status {self._failure}", ": the whole job ends", self._failure)
         if Job.current is not None and Job.current.goes_on_without_this:
-            said = "has left elastic.run while other ranks train"
-            self._report_text(f"hvlike: {self._name} {said}", said)
-            self._abort(1)
+            self._report_and_abort("has left elastic.run while other ranks train", "", 1)
         ended = False
         try:
             self._on_end()
@@ -245,11 +264,19 @@ class Guard:
         finally:
             if not ended:
                 # Python would print this exception and go on to MPI_Finalize, to wait there for the others.
-                kind, error, trace = sys.exc_info()
-                self._report("an exception at the end of the program", True, kind, error, trace)
-                self._abort(1)
+                try:
+                    self._report("an exception at the end of the program", True, *sys.exc_info())
+                finally:
+                    self._abort(1)
         self._watching = False
         note_good_end()
+
+    def _report_and_abort(self, said: str, more: str, status: int) -> None:
+        try:
+            if not self._reported:
+                self._report_text(f"hvlike: {self._name} {said}{self._exit.text}{more}", said + self._exit.text)
+        finally:
+            self._abort(status)
 
     def _was_failure_hidden(self) -> bool:
         """Whether an uncaught exception went to a hook that somebody installed in front of ours."""
@@ -258,6 +285,20 @@ class Guard:
         return self._exit.status is None and replaced and last is not None and last is not self._last_error
 
     def _abort(self, status: int) -> None:
+        ends_alone = False
+        try:
+            # First: the rank that reports may end the job meanwhile.
+            self._write_rest()
+            with contextlib.suppress(BaseException):
+                ends_alone = self._tell_of_others()
+        finally:
+            if ends_alone:
+                # The one way to end that the runtime takes for a lost process at once.
+                os.kill(os.getpid(), signal.SIGKILL)
+            self._abort_mpi(status)
+
+    def _tell_of_others(self) -> bool:
+        """Name the other ranks that have failed; returns whether the others go on without this one."""
         job = Job.current
         goes_on = job is not None and job.goes_on_without_this and job.others_live()
         if goes_on:
@@ -265,27 +306,29 @@ class Guard:
             time.sleep(max(0.0, self._failed_at + PRECEDENCE - time.monotonic()))
         others = self._first.others()
         if goes_on and not others and self._first.claim(self._rank, self._summary):
-            self._say(f"hvlike: {self._name} ends; the others go on without it")
-            self._flush()
-            # The one way to end that the runtime takes for a lost process at once.
-            os.kill(os.getpid(), signal.SIGKILL)
+            printing.report(f"hvlike: {self._name} ends; the others go on without it")
+            return True
         if others:
-            self._say(f"hvlike: after {self._name} failed also {describe_others(others, self._summary)}")
+            printing.report(f"hvlike: after {self._name} failed also {describe_others(others, self._summary)}")
         # Where another rank has reported, the status of the job is its: that one ends the job after its exit handlers.
         self._first.wait_for_holder(self._failed_at + 2 * GRACE)
-        self._flush()
-        if self._mpi.Is_finalized():
-            return
-        if job is not None and not job.others_live():
-            # The launcher calls the job a success when its only process asks for an abort.
-            os._exit(status)
-        self._mpi.COMM_WORLD.Abort(status)
+        return False
 
-    def _flush(self) -> None:
-        for stream in (sys.stdout, sys.stderr):
-            if stream is not None and not stream.closed:
-                with contextlib.suppress(OSError):
-                    stream.flush()
+    def _abort_mpi(self, status: int) -> None:
+        try:
+            if self._mpi.Is_finalized():
+                return
+            if Job.current is not None and not Job.current.others_live():
+                # The launcher calls the job a success when its only process asks for an abort.
+                os._exit(status)
+            self._mpi.COMM_WORLD.Abort(status)
+        except BaseException:
+            os._exit(status)
+
+    def _write_rest(self) -> None:
+        """Write what this process has not written yet: timelines, and what the program has printed."""
+        printing.bounded(lambda: [act() for act in list(self.before_end)], printing.REPORT_SECONDS)
+        printing.flush()
 
 
 def watch_start() -> None:
@@ -302,94 +345,31 @@ def watch_start() -> None:
 
 def give_up(text: str, summary: str) -> None:
     """Report, and end the job with status 1, wherever this process is on its way through init(); from any thread."""
-    watch_start()
-    if Guard.on_duty is not None:
-        Guard.on_duty.end_job(text, summary)
-    elif sys.stderr is not None:
-        print(text, file=sys.stderr, flush=True)
-    # Before MPI has started there is no Abort: the launcher ends the other ranks.
-    os._exit(1)
+    try:
+        watch_start()
+        if Guard.on_duty is not None:
+            Guard.on_duty.end_job(text, summary)
+        else:
+            printing.report(text)
+    finally:
+        # Before MPI has started there is no Abort: the launcher ends the other ranks.
+        os._exit(1)
 
 
 def _is_interactive() -> bool:
     return hasattr(sys, "ps1") or bool(sys.flags.interactive)
 
 
-class FirstReport:
-    """The right to report, which one process of a job has on each node. When ranks disagree or one has gone, all others
-    raise, and their tracebacks would be printed through each other. So a rank that wants to report claims a name that
-    only one process of the node can have: an abstract Unix socket named after the launcher. This needs no setup and no
-    other rank, leaves no file and ends with its process.
-    """
-
-    def __init__(self, job: str) -> None:
-        """job: the same text in all processes of the job on this node, and in no other process."""
-        self.address = f"\0hvlike-failure-{os.getuid()}-{job}"
-        self._socket: socket.socket | None = None
-
-    def claim(self, rank: int, summary: str) -> bool:
-        """Whether this process is to report; else the one that does is told. Without such sockets everybody reports."""
-        if self._socket is not None:
-            return True
-        claimed = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-        claimed.setblocking(False)
-        try:
-            claimed.bind(self.address)
-        except OSError as error:
-            # An error here: the one that reports has ended meanwhile, or has been told more than it can hold.
-            with claimed, contextlib.suppress(OSError):
-                if error.errno == errno.EADDRINUSE:
-                    claimed.connect(self.address)
-                    claimed.send(f"{rank} {summary}".encode()[:_LINE_BYTES])
-            return error.errno != errno.EADDRINUSE
-        self._socket = claimed
-        return True
-
-    def others(self) -> list[tuple[int, str]]:
-        """Ranks of this node, and the summaries they have told the one that reports, so far."""
-        if self._socket is None:
-            return []
-        told: list[tuple[int, str]] = []
-        # One that does not block raises this when there is no more.
-        with contextlib.suppress(BlockingIOError):
-            for _ in range(_MOST_OTHERS):
-                rank, _, summary = self._socket.recv(_LINE_BYTES).decode(errors="replace").partition(" ")
-                # Any process of this machine may send something here.
-                if rank.isdecimal():
-                    told.append((int(rank), "".join(filter(str.isprintable, summary))))
-        return told
-
-    def release(self) -> None:
-        """Let another process of the job have the right; the end of this one does the same."""
-        if self._socket is not None:
-            self._socket.close()
-            self._socket = None
-
-    def wait_for_holder(self, deadline: float) -> None:
-        """Sleep while another process holds the right, at most until `deadline` of time.monotonic()."""
-        while self._socket is None and time.monotonic() < deadline:
-            with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as probe:
-                probe.setblocking(False)
-                if probe.connect_ex(self.address) != 0:
-                    return
-            time.sleep(0.05)
+def _follows(kind: type[BaseException] | None) -> bool:
+    # Of the class: an exception may say by its `__class__` whatever it likes.
+    return kind is not None and issubclass(kind, CONSEQUENCES)
 
 
-def describe_others(others: Sequence[tuple[int, str]], own: str) -> str:
-    """The other failures in a line: "ranks 0, 3 (the same), rank 2 (KeyError: 'x')"; `own`: what has been reported."""
-    same = sorted(rank for rank, summary in others if own.startswith(summary))
-    parts = [f"rank{'s' if len(same) > 1 else ''} {', '.join(map(str, same))} (the same)"] if same else []
-    different = [f"rank {rank} ({summary[:_SHOWN_CHARACTERS]})" for rank, summary in others if rank not in same]
-    parts += different[:_SHOWN_OTHERS]
-    more = f" and {len(different) - _SHOWN_OTHERS} more" if len(different) > _SHOWN_OTHERS else ""
-    return ", ".join(parts) + more
+def _is_internal(kind: type[BaseException] | None) -> bool:
+    return kind is not None and issubclass(kind, HorovodInternalError)
 
 
-def job_name(launcher: int) -> str:
-    """A name for the job that the process `launcher` has started on this node: its id, and when it began."""
-    try:
-        # Behind the name, which may hold blanks, the start time is the 20th field.
-        began = Path(f"/proc/{launcher}/stat").read_text(errors="replace").rpartition(")")[2].split()[19]
-    except (OSError, IndexError):
-        began = "0"
-    return f"{launcher}-{began}"
+def _name_of(thread: threading.Thread | None) -> str:
+    with contextlib.suppress(BaseException):
+        return "a thread" if thread is None else f"thread {thread.name}"
+    return "a thread"

@@ -14,7 +14,6 @@ import logging
 import os
 import signal
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -22,6 +21,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
 from hvlike.observe.log import main_stack
+from hvlike.observe.printing import descriptor_of_stderr, report
 from hvlike.transport.failure.fault_tolerance import abort_job
 from hvlike.transport.host import launchers
 
@@ -54,9 +54,10 @@ STACK_SIGNAL = signal.SIGRTMAX - 5
 
 def answer_stack_signal() -> bool:
     """Answer the signal from now on; False where the program handles it itself or there is no stderr."""
-    if sys.__stderr__ is None or signal.getsignal(STACK_SIGNAL) is not signal.SIG_DFL:
+    stderr = descriptor_of_stderr()
+    if stderr is None or signal.getsignal(STACK_SIGNAL) is not signal.SIG_DFL:
         return False
-    faulthandler.register(STACK_SIGNAL, sys.__stderr__)
+    faulthandler.register(STACK_SIGNAL, stderr)
     return True
 
 
@@ -190,8 +191,7 @@ def _end_job_before_mpi(environ: Mapping[str, str], living: set[int]) -> None:
             "MPI_Init, and a rank cannot be made up for before hvlike.elastic.run: this ends the job. If it failed by "
             "itself, its error is above."
         )
-        if sys.stderr is not None:
-            print(text, file=sys.stderr, flush=True)
+        report(text)
         # The launcher calls the job a success when its only process asks for an abort.
         if len(living) > 1 or here < size:
             abort_job(1, "a rank ended before MPI had started")

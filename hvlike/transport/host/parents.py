@@ -16,7 +16,9 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
+
+T = TypeVar("T")
 
 _SHELLS = frozenset({"sh", "bash", "dash", "zsh", "ksh", "ash", "csh", "tcsh", "fish", "busybox"})
 _LAUNCHERS = frozenset(
@@ -76,10 +78,10 @@ class LauncherWatch:
 def columns_of_terminal(stderr_of: Callable[[], str | None] | None = None) -> int | None:
     """How many characters wide the terminal is that shows this rank's stderr; None where there is none."""
     stream = sys.stderr
-    if stream is None or stream.closed:
+    if stream is None or _answer(lambda: stream.closed):
         return None
-    if stream.isatty():
-        return _columns(stream.fileno())
+    if _answer(lambda: stream.isatty()):
+        return _columns(_answer(lambda: stream.fileno()))
     path = (stderr_of or _stderr_of_launcher)()
     if path is None or not path.startswith(("/dev/pts/", "/dev/tty")):
         return None
@@ -93,9 +95,17 @@ def columns_of_terminal(stderr_of: Callable[[], str | None] | None = None) -> in
         os.close(descriptor)
 
 
-def _columns(descriptor: int) -> int:
+def _answer(ask: Callable[[], T]) -> T | None:
+    """What the program's stderr answers, which may be any object; None where it fails."""
     try:
-        return os.get_terminal_size(descriptor).columns or _COLUMNS
+        return ask()
+    except Exception:
+        return None
+
+
+def _columns(descriptor: int | None) -> int:
+    try:
+        return _COLUMNS if descriptor is None else os.get_terminal_size(descriptor).columns or _COLUMNS
     except OSError:
         return _COLUMNS
 

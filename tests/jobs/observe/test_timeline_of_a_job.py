@@ -109,6 +109,29 @@ def test_a_job_that_is_killed_leaves_valid_files(tmp_path: Path) -> None:
         assert len(events(path, rank)) > 50
 
 
+FAILS = """
+import sys
+import torch
+import hvlike as hvd
+
+hvd.init()
+for turn in range(50):
+    hvd.allreduce(torch.ones(10), name="often")
+handles = [hvd.allreduce_async(torch.ones(10), name=f"the last of {hvd.rank()}")]
+if hvd.rank() == 1:
+    raise ValueError("boom")
+hvd.synchronize(handles[0])
+"""
+
+
+def test_a_rank_that_fails_writes_what_it_did_last(tmp_path: Path) -> None:
+    path = tmp_path / "t.json"
+    job = run_job(FAILS, 2, env={"HVLIKE_TIMELINE": str(path)})
+    assert "ValueError: boom" in job.stderr, job.describe()
+    assert "the last of 1" in Path(path_of_rank(str(path), 1)).read_text()
+    assert events(path, 1)
+
+
 def test_the_size_is_limited(job: Job, folder: Path) -> None:
     path = folder / "limited.json"
     for rank in range(3):

@@ -1,5 +1,6 @@
 """One process of a node reports; the others tell it that they failed, too, and leave the end of the job to it."""
 
+import errno
 import os
 import socket
 import time
@@ -9,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 from support.children import raised_in_child
 
-from hvlike.transport.failure.guard import FirstReport, describe_others, job_name
+from hvlike.transport.failure.first_report import FirstReport, describe_others, job_name
 
 
 @pytest.fixture
@@ -88,3 +89,19 @@ def test_a_job_is_named_by_its_launcher_and_when_that_began() -> None:
     assert job_name(os.getpid()) == job_name(os.getpid())
     assert job_name(os.getpid()) != job_name(os.getppid())
     assert job_name(2**22 + 1) == f"{2**22 + 1}-0"
+
+
+def test_any_letter_is_told(job: str, first: FirstReport) -> None:
+    assert first.claim(0, "")
+    assert not FirstReport(job).claim(1, "ValueError: \ud800")
+    assert first.others() == [(1, "ValueError: \\ud800")]
+
+
+def test_without_sockets_everybody_reports(first: FirstReport, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(socket, "socket", fail)
+    assert first.claim(0, "")
+    assert first.others() == []
+    first.wait_for_holder(time.monotonic() + 60)

@@ -1,14 +1,18 @@
 """The guard comes and goes without a trace; for failing ranks see tests/jobs/transport/test_endings.py."""
 
 import inspect
+import io
+import os
 import sys
 import threading
+import traceback
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from hvlike.observe import printing
 from hvlike.transport.failure.guard import Guard, watch_start
 from hvlike.transport.host import launchers
 
@@ -34,6 +38,8 @@ def nothing_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "exit", inspect.unwrap(sys.exit))
     monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
     monkeypatch.setattr(threading, "excepthook", threading.__excepthook__)
+    # However busy the machine is.
+    monkeypatch.setattr(printing, "REPORT_SECONDS", 60.0)
     monkeypatch.setattr(Guard, "on_duty", None)
     # Under mpirun too nobody else is to claim the report.
     monkeypatch.setattr(launchers, "detect_launcher", lambda environment: None)
@@ -145,3 +151,83 @@ def test_a_farewell_that_fails_aborts() -> None:
         guard.at_exit()
     assert mpi.aborted == [1]
     guard.uninstall()
+
+
+class Quit(BaseException):
+    """Nothing that `except Exception` stops."""
+
+
+class Hostile:
+    """A stream of the program of which every use raises."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise Quit(name)
+
+
+@pytest.mark.parametrize("kind", [ValueError, Quit, KeyboardInterrupt])
+def test_a_program_that_has_replaced_all_it_can_is_ended(
+    kind: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mpi, real, asked = Recorder(), io.StringIO(), []
+    monkeypatch.setattr(sys, "__stderr__", real)
+
+    def hook(*_: object) -> None:
+        asked.append("hook")
+        raise Quit
+
+    def write() -> None:
+        asked.append("timeline")
+        raise Quit
+
+    def fail() -> None:
+        raise kind("boom")
+
+    monkeypatch.setattr(threading, "excepthook", hook)
+    guard = guard_of(mpi)
+    guard.before_end.append(write)
+    guard.install()
+    with monkeypatch.context() as patch:
+        for name in ("stdout", "stderr"):
+            patch.setattr(sys, name, Hostile())
+        patch.setattr(traceback, "format_exception", hook)
+        thread = threading.Thread(target=fail, name="loader")
+        thread.start()
+        thread.join()
+    guard.uninstall()
+    assert mpi.aborted == [1]
+    assert {"hook", "timeline"} <= set(asked)
+    said = real.getvalue()
+    assert said.startswith("hvlike: uncaught exception in thread loader on rank 1 of 3 on here\nTraceback (most recent")
+    assert said.count("boom") == 1
+    assert "the program's hook failed" in said
+
+
+def test_where_no_thread_can_be_started_the_job_is_ended_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    mpi = Recorder()
+    guard = guard_of(mpi)
+    guard.install()
+
+    def fail(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", fail)
+        sys.excepthook(ValueError, ValueError("boom"), None)
+    guard.uninstall()
+    assert mpi.aborted == [1]
+
+
+def test_an_abort_that_fails_ends_the_process() -> None:
+    mpi = Recorder()
+
+    def fail(status: int) -> None:
+        raise Quit
+
+    mpi.COMM_WORLD.Abort = fail
+    process = os.fork()
+    if process == 0:
+        guard = guard_of(mpi)
+        guard.install()
+        guard.end_job("", "")
+        os._exit(9)
+    assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == 1

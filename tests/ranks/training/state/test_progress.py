@@ -1,6 +1,7 @@
 """hvd.progress: one bar, shown by rank 0 where somebody sees it; means over all ranks, whatever each of them does."""
 
 import logging
+import sys
 import time
 from types import ModuleType
 from typing import Any
@@ -146,6 +147,42 @@ def test_it_is_quiet_where_nobody_looks(
     bar.close()
     assert len(package.bars) == (shown if hvd.rank() == 0 else 0)
     assert capsys.readouterr().out == ("a line\n" if hvd.rank() == 0 and not shown else "")
+
+
+class Hostile:
+    """A stream of the program's own that fails at everything."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise OSError(name)
+
+
+@pytest.mark.parametrize("disable", [None, False])
+def test_a_stream_that_fails_ends_no_loop(
+    disable: bool | None, hvd: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("stdout", "stderr"):
+        monkeypatch.setattr(sys, name, Hostile())
+    bar = hvd.progress(range(5), disable=disable, mininterval=0)
+    seen = []
+    for each in bar:
+        seen.append(each)
+        bar.set_metrics(value=each)
+        bar.write("a line")
+    assert seen == [0, 1, 2, 3, 4]
+    hvd.barrier()
+
+
+def test_a_bar_that_fails_is_gone_and_the_loop_goes_on(
+    hvd: ModuleType, package: Package, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(bar: Seen, n: int) -> None:
+        raise ValueError("I/O operation on closed file")
+
+    monkeypatch.setattr(Seen, "update", fail)
+    bar = hvd.progress(range(5))
+    assert list(bar) == [0, 1, 2, 3, 4]
+    assert not bar.shown
+    hvd.barrier()
 
 
 def test_without_tqdm_the_loop_runs_and_the_log_says_why_there_is_no_bar(

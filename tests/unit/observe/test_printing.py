@@ -1,0 +1,249 @@
+"""What tells of a failure is printed once, whatever the program has put in place of sys.stderr."""
+
+import contextlib
+import errno
+import io
+import logging
+import os
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from hvlike.observe import printing
+
+TEXT = "hvlike: größe 鍵\nTraceback\nValueError: fehlt für \ud800"
+
+
+class Quit(BaseException):
+    """Nothing that `except Exception` stops."""
+
+
+class Tee:
+    """What programs write themselves: no flush, no closed, no encoding."""
+
+    def __init__(self, *files: Any) -> None:
+        self._files = files
+
+    def write(self, text: str) -> None:
+        for each in self._files:
+            each.write(text)
+
+
+class LineTee(Tee):
+    def write(self, text: str) -> None:
+        for line in text.splitlines(keepends=True):
+            super().write(line)
+
+
+class Failing:
+    """Every method raises, and so does every attribute."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise Quit(name)
+
+
+class Full(io.StringIO):
+    def write(self, text: str) -> int:
+        raise OSError(errno.ENOSPC, "disk full")
+
+
+class Kept(io.StringIO):
+    """Keeps what it is given until it is flushed, to a full disk."""
+
+    def flush(self) -> None:
+        raise OSError(errno.ENOSPC, "disk full")
+
+
+def closed() -> io.StringIO:
+    file = io.StringIO()
+    file.close()
+    return file
+
+
+def ascii_file() -> io.TextIOWrapper:
+    return io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However busy the machine is, no stream is given up; none has been."""
+    monkeypatch.setattr(printing, "REPORT_SECONDS", 60.0)
+    monkeypatch.setattr(printing._Streams, "are_stuck", False)
+
+
+@pytest.fixture
+def real(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
+    """Python's own stderr."""
+    file = io.StringIO()
+    monkeypatch.setattr(sys, "__stderr__", file)
+    return file
+
+
+STANDINS: dict[str, Callable[[Any], Any]] = {
+    "plain": lambda real: real,
+    "None": lambda real: None,
+    "tee": Tee,
+    "tee to an ASCII file": lambda real: Tee(real, ascii_file()),
+    "tee from an ASCII file": lambda real: Tee(ascii_file(), real),
+    "tee line by line to a full disk": lambda real: LineTee(real, Full()),
+    "tee to a closed file": lambda real: Tee(real, closed()),
+    "tee from a closed file": lambda real: Tee(closed(), real),
+    "closed": lambda real: closed(),
+    "full disk": lambda real: Full(),
+    "full disk, seen late": lambda real: Kept(),
+    "raises": lambda real: Failing(),
+    "no stream at all": lambda real: 7,
+}
+
+
+@pytest.mark.parametrize("put", [printing.write, printing.report])
+@pytest.mark.parametrize("what", STANDINS)
+def test_a_text_comes_to_stderr_once(
+    what: str, put: Callable[[str], None], real: io.StringIO, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stderr", STANDINS[what](real))
+    put(TEXT)
+    said = real.getvalue()
+    assert said.count("ValueError: fehlt f") == 1, said
+    assert said.startswith(("hvlike: größe 鍵\n", "hvlike: gr\\xf6\\xdfe \\u9375\n"))
+    # What was there is there again.
+    assert "write" not in vars(real)
+
+
+def test_letters_that_a_stream_does_not_know_are_written_in_another_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = io.BytesIO()
+    monkeypatch.setattr(sys, "stderr", io.TextIOWrapper(data, encoding="ascii"))
+    printing.report("größe \ud800")
+    assert data.getvalue() == b"gr\\xf6\\xdfe \\ud800\n"
+
+
+def test_a_copy_on_file_is_whole_though_the_screen_came_first(
+    real: io.StringIO, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = ascii_file()
+    monkeypatch.setattr(sys, "stderr", Tee(real, file))
+    printing.report("größe")
+    file.flush()
+    assert isinstance(file.buffer, io.BytesIO)
+    assert (real.getvalue(), file.buffer.getvalue()) == ("größe\n", b"gr\\xf6\\xdfe\n")
+
+
+def test_a_stream_that_blocks_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    lock = threading.Lock()
+
+    class Blocked(Tee):
+        def write(self, text: str) -> None:
+            with lock:
+                pass
+
+    reader, writer = os.pipe()
+    with lock, os.fdopen(writer, "w") as real, os.fdopen(reader) as pipe:
+        monkeypatch.setattr(sys, "stderr", Blocked())
+        monkeypatch.setattr(sys, "__stderr__", real)
+        printing.report("a report", seconds=0.1)
+        assert pipe.readline() == "a report\n"
+
+
+def test_a_pipe_that_nobody_reads_holds_nothing_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            os.write(writer, b"x" * 4096)
+    os.set_blocking(writer, True)
+    with os.fdopen(reader, "rb") as pipe, os.fdopen(writer, "w") as real:
+        monkeypatch.setattr(sys, "stderr", real)
+        monkeypatch.setattr(sys, "__stderr__", real)
+        began = time.monotonic()
+        printing.report("a report", seconds=0.1)
+        assert time.monotonic() - began < 60
+        # The thread that is stuck in it goes on before the pipe is closed.
+        while b"a report\n" not in pipe.read1():
+            pass
+
+
+def test_without_a_stderr_from_the_start_no_descriptor_is_written_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", None)
+    monkeypatch.setattr(sys, "__stderr__", None)
+    assert printing.descriptor_of_stderr() is None
+    printing.report("nobody is told")
+
+
+def test_a_stderr_that_the_program_has_closed_is_found_by_its_number() -> None:
+    program = "import sys; sys.stderr.close(); from hvlike.observe import printing; printing.report('still here')"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stderr == "still here\n"
+
+
+def test_ctrl_c_interrupts_a_write(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Slow(Tee):
+        def write(self, text: str) -> None:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(sys, "stderr", Slow())
+    with pytest.raises(KeyboardInterrupt):
+        printing.write("a word")
+
+
+def test_an_exception_that_cannot_be_shown_is_named_with_its_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> Any:
+        raise Quit
+
+    class Hostile(ValueError):
+        __str__ = __repr__ = fail
+
+    try:
+        raise Hostile
+    except Hostile as error:
+        kind, caught, trace = type(error), error, error.__traceback__
+    assert "Hostile" in printing.traceback_of(kind, caught, trace)
+    monkeypatch.setattr(traceback, "format_exception", fail)
+    monkeypatch.setattr(traceback, "format_exception_only", fail)
+    text = printing.traceback_of(kind, caught, trace)
+    assert text.startswith("Traceback (most recent call last):\n  File ")
+    assert text.endswith("in test_an_exception_that_cannot_be_shown_is_named_with_its_lines\nHostile\n")
+
+
+@pytest.mark.parametrize("error", [OSError("full"), Quit()])
+@pytest.mark.parametrize("place", ["handler", "filter"])
+def test_what_a_logging_handler_raises_stays_inside(
+    error: BaseException, place: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    logger = logging.getLogger("hvlike")
+
+    class Handler(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            raise error
+
+    class Filter(logging.Filter):
+        def filter(self, record: logging.LogRecord) -> bool:
+            raise error
+
+    handler = Handler() if place == "handler" else logging.Handler()
+    if place == "filter":
+        handler.addFilter(Filter())
+    logger.addHandler(handler)
+    try:
+        logger.warning("rank %d waits", 3)
+    finally:
+        logger.removeHandler(handler)
+    assert "hvlike WARNING: rank 3 waits\n" in capsys.readouterr().err
+
+
+def test_the_logger_of_another_class_keeps_it() -> None:
+    class Own(logging.Logger):
+        own = True
+
+    logger = Own("test_printing.own")
+    from hvlike.observe.log import unfailing
+
+    unfailing(logger)
+    unfailing(logger)
+    assert isinstance(logger, Own)
+    assert logger.own
