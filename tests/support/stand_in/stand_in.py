@@ -93,6 +93,7 @@ _REPLACED: dict[str, Any] = {
     "default_stream": _current_stream,
     "get_device_name": lambda device=None: "stand-in",
     "get_device_properties": _Properties,
+    "is_current_stream_capturing": lambda: False,
     "manual_seed": lambda seed: None,
     "manual_seed_all": lambda seed: None,
 }

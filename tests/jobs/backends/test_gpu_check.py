@@ -1,6 +1,8 @@
-"""The GPU tests, and parity tests with all tensors on a GPU, on a stand-in for the device (tests/support/stand_in)."""
+"""scripts/gpu_check without a GPU: its parts, and parity tests, pass on a stand-in for one (tests/support/stand_in)."""
 
+import json
 import os
+import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,15 +16,8 @@ FOLDER = CHECKOUT / "tests" / "support" / "stand_in"
 PARITY = (
     "tests/ranks/training/optimizer/test_parity.py::test_ranks_together_equal_one_process[AdamW foreach]",
     "tests/ranks/training/optimizer/test_sparse_gradients.py",
+    "tests/ranks/collectives/api/test_pinning.py",
 )
-
-PROGRAM = """
-import faulthandler, sys
-faulthandler.enable()
-import stand_in
-import pytest
-sys.exit(pytest.main(["-q", "-x", "-m", "not job", *{tests!r}]))
-"""
 
 
 @pytest.fixture(scope="module")
@@ -42,14 +37,22 @@ def run_tests(library: Path, tests: Sequence[str], **settings: str) -> str:
     """What pytest says of these tests at 2 ranks."""
     paths = os.pathsep.join([str(FOLDER), str(CHECKOUT)])
     environment = {"STAND_IN_LIBRARY": str(library), "PYTHONPATH": paths, **settings}
-    job = run_job(PROGRAM.format(tests=list(tests)), 2, env=environment, timeout=150)
+    program = f"import stand_in, sys, pytest; sys.exit(pytest.main(['-q', '-x', '-m', 'not job', *{list(tests)!r}]))"
+    job = run_job(program, 2, env=environment, timeout=150)
     return job.check().stdout
 
 
-def test_the_gpu_tests_pass(library: Path) -> None:
-    said = run_tests(library, ["tests/gpu", "tests/ranks/collectives/api/test_pinning.py"])
-    assert " passed" in said
-    assert "needs a GPU" not in said
+def test_all_that_needs_no_gpu_passes(library: Path, tmp_path: Path) -> None:
+    command = [sys.executable, str(CHECKOUT / "scripts" / "gpu_check"), "--stand-in", str(library), "--minutes", "1.7"]
+    done = subprocess.run(
+        command, env={**os.environ, "OUT": str(tmp_path)}, capture_output=True, text=True, timeout=115, check=False
+    )
+    log = (tmp_path / "log.txt").read_text()
+    assert done.returncode == 0, done.stdout + log
+    parts = {each["name"]: each["status"] for each in json.loads((tmp_path / "summary.json").read_text())["parts"]}
+    passed = {name for name, status in parts.items() if status == "passed"}
+    assert passed == {"end_of_job", "orders", "half_precision", "staged"}
+    assert "needs a GPU" not in log
 
 
 def test_tests_of_the_cpu_pass_with_their_tensors_on_a_gpu(library: Path) -> None:
