@@ -12,16 +12,24 @@ from hvlike.backends.arithmetic.arithmetic import Arithmetic
 from hvlike.observe.recorder import Recorder
 from hvlike.transport.loop.coroutine import Coroutine
 
+INCOMPLETE = 1 << 20
+"""What a rank adds to its 1 where it is active and lacks some of its tensors: zeros stand for these."""
+
+
+def active_ranks(count: int) -> int:
+    """How many ranks are active, by the sum of what they have said."""
+    return count % INCOMPLETE
+
 
 class PreparedReduction(Protocol):
     """Reduces tensors of the same lengths each time. All ranks prepare and run the same, in the same order."""
 
-    def run(self, addresses: list[int], active: bool = True, tensors: Sequence[torch.Tensor] = ()) -> Coroutine[int]:
-        """Reduce the tensors that begin at these addresses of host memory, in place; returns how many ranks are active.
+    def run(self, addresses: list[int], active: int = 1, tensors: Sequence[torch.Tensor] = ()) -> Coroutine[int]:
+        """Reduce the tensors that begin at these addresses of host memory, in place; returns the sum of all `active`.
 
-        The tensors are dense and of the dtype of the reduction; the caller holds them. active: this rank has tensors of
-        its own, not zeros for one that has joined. tensors: these; they live on if a rank gives up while they may still
-        be written to.
+        The tensors are dense and of the dtype of the reduction; the caller holds them. active: 1 where this rank has
+        tensors of its own, or 1 + INCOMPLETE, and 0 where it has zeros, as it has joined. tensors: these; they live on
+        if a rank gives up while they may still be written to.
         Raises: MismatchError where a peer is at other work; HorovodInternalError where a peer has given up.
         """
 
@@ -50,8 +58,8 @@ class Backend(Protocol):
         Tensors of bytes, of any length, also 0; what one position sends is as long as what the other receives.
         """
 
-    def count_active(self, active: bool) -> Coroutine[int]:
-        """How many ranks say that they are active; all call it at the same point."""
+    def count_active(self, active: int) -> Coroutine[int]:
+        """The sum of what all ranks say, as in PreparedReduction.run; all call it at the same point."""
 
     def close(self) -> None:
         """Give back what the backend holds."""
@@ -82,7 +90,7 @@ class SoloBackend:
         receives[0].copy_(sends[0])
         yield from ()
 
-    def count_active(self, active: bool) -> Coroutine[int]:
+    def count_active(self, active: int) -> Coroutine[int]:
         yield from ()
         return int(active)
 
@@ -128,7 +136,7 @@ class TracedBackend:
     gather = _traced("gather")
     alltoall = _traced("alltoall")
 
-    def count_active(self, active: bool) -> Coroutine[int]:
+    def count_active(self, active: int) -> Coroutine[int]:
         with self.phase("COUNT_ACTIVE_RANKS", 0):
             return (yield from self.backend.count_active(active))
 

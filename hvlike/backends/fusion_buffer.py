@@ -67,7 +67,7 @@ class CastReduction:
         self._buffer = buffer
         self._views = views
 
-    def run(self, addresses: list[int], active: bool = True, tensors: Sequence[torch.Tensor] = ()) -> Coroutine[int]:
+    def run(self, addresses: list[int], active: int = 1, tensors: Sequence[torch.Tensor] = ()) -> Coroutine[int]:
         self._views.tensors = list(tensors)
         # In inference mode any tensor may be written: one that requires a gradient, one that was made in it.
         with torch.inference_mode():

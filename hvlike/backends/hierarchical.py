@@ -64,7 +64,7 @@ CROWDED_LEADER_BYTES = 64 << 20
 """The same where ranks share cores: two hosts with two ranks each on two cores took a third of the time for 16 MiB."""
 MOST_KNOWN = 64  # Reductions that are kept; with one more all are prepared anew
 
-_COUNT = Arithmetic(torch.int32, ReduceOp.SUM)
+_COUNT = Arithmetic(torch.int64, ReduceOp.SUM)
 
 
 class Wave(NamedTuple):
@@ -81,7 +81,7 @@ class LeaderReduction:
         self._across = across
         self._flat = flat
 
-    def run(self, addresses: list[int], active: bool = True, tensors: Sequence[torch.Tensor] = ()) -> Coroutine[int]:
+    def run(self, addresses: list[int], active: int = 1, tensors: Sequence[torch.Tensor] = ()) -> Coroutine[int]:
         return self._node.run(addresses, active, tensors, self._cross)
 
     def _cross(self, count: int) -> Coroutine[int]:
@@ -141,8 +141,8 @@ class HierarchicalBackend:
         """Whether the network between the nodes was slow in the last large exchange of this rank."""
         return self._cross is not None and self._cross.bandwidth.slow
 
-    def count_active(self, active: bool) -> Coroutine[int]:
-        count = torch.tensor([int(active)], dtype=torch.int32, device="cpu")
+    def count_active(self, active: int) -> Coroutine[int]:
+        count = torch.tensor([active], dtype=torch.int64, device="cpu")
         yield from self.allreduce([count], _COUNT)
         return int(count)
 

@@ -68,8 +68,9 @@ class DistributedOptimizer(DelegatingOptimizer, BuiltInJoinable):
     UsageError, and clipping and the loss of a closure stay local. A GradScaler skips the step on all ranks or on none.
     A rank whose step fails changes nothing and takes over what the others did.
 
-    Every rank of the set makes the same calls of step() and synchronize(). The parameters of a rank without gradients
-    contribute zeros. Ranks with different numbers of batches use it in an hvlike.join.Join context.
+    Every rank of the set makes the same calls of step() and synchronize(). A rank that has no gradient for a parameter
+    contributes zeros if another rank has one; where none has, the parameter keeps `.grad` None, its state and value.
+    Ranks with different numbers of batches use it in an hvlike.join.Join context.
     Making the optimizer is local and does not block.
 
     Args:

@@ -147,7 +147,7 @@ class DeviceBackend:
     gather = _where_they_are("gather")
     alltoall = _where_they_are("alltoall")
 
-    def count_active(self, active: bool) -> Coroutine[int]:
+    def count_active(self, active: int) -> Coroutine[int]:
         return (yield from self.beside(self.host.count_active(active)))
 
     def close(self) -> None:

@@ -52,7 +52,7 @@ class PreparedNetworkReduction:
         self._network = network
         self._reduction = reduction
 
-    def run(self, addresses: list[int], active: int = True, tensors: Sequence[torch.Tensor] = ()) -> Coroutine[int]:
+    def run(self, addresses: list[int], active: int = 1, tensors: Sequence[torch.Tensor] = ()) -> Coroutine[int]:
         return self._network.keep(self._reduction.run(addresses, active), self._reduction.requests, tensors)
 
 

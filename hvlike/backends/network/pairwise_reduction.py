@@ -157,7 +157,7 @@ class PairReduction:
             for packet in chain.from_iterable(self._packets):
                 packet.locate(addresses)
             self._addresses = addresses[:]
-        self._active = int(active)
+        self._active = active
         self._header = HEADER.pack(self._stamp, active)
         self._told.clear()
         try:

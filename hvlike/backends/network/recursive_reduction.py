@@ -157,7 +157,7 @@ class RecursiveReduction:
             np.concatenate(self._places, out=self._flat.payload)
         if self._wide.factors.prescale != 1:
             self._wide.combine(self._flat.piece, [], partial=True)
-        self._active = int(active)
+        self._active = active
         self._told.clear()
         try:
             yield from self._give() if self._gives else self._reduce()

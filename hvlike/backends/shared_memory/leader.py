@@ -58,7 +58,7 @@ class FlatBuffer:
 class NodeReduction(Protocol):
     """The ranks of one node."""
 
-    def run(self, addresses: list[int], active: bool, tensors: Sequence[torch.Tensor], cross: Cross) -> Coroutine[int]:
+    def run(self, addresses: list[int], active: int, tensors: Sequence[torch.Tensor], cross: Cross) -> Coroutine[int]:
         """Reduce the tensors that begin at these addresses; returns how many ranks are active, on all nodes."""
 
 
@@ -69,11 +69,11 @@ class SingleRank:
         self._flat = flat
         self._arithmetic = arithmetic
 
-    def run(self, addresses: list[int], active: bool, tensors: Sequence[torch.Tensor], cross: Cross) -> Coroutine[int]:
+    def run(self, addresses: list[int], active: int, tensors: Sequence[torch.Tensor], cross: Cross) -> Coroutine[int]:
         self._flat.pack(addresses)
         # On other nodes the contributions are prescaled when they are reduced.
         self._arithmetic.combine(self._flat.piece, [], partial=True)
-        total = yield from cross(int(active))
+        total = yield from cross(active)
         self._flat.unpack(addresses)
         return total
 
@@ -88,7 +88,7 @@ class LeaderByStaging:
         self._staged = staged
         self._stamp = stamp
 
-    def run(self, addresses: list[int], active: bool, tensors: Sequence[torch.Tensor], cross: Cross) -> Coroutine[int]:
+    def run(self, addresses: list[int], active: int, tensors: Sequence[torch.Tensor], cross: Cross) -> Coroutine[int]:
         sync, region = self._sync, self._sync.region
         number = sync.begin(self._stamp, 0, active=active)
         yield from region.quiet.drive(self._staged.run(addresses))
@@ -134,10 +134,10 @@ class LeaderByCma:
             first += chunk.elements
         self._itemsize = arithmetic.itemsize
 
-    def run(self, addresses: list[int], active: bool, tensors: Sequence[torch.Tensor], cross: Cross) -> Coroutine[int]:
+    def run(self, addresses: list[int], active: int, tensors: Sequence[torch.Tensor], cross: Cross) -> Coroutine[int]:
         return self._sync.region.quiet.drive(self._run(addresses, active, tensors, cross))
 
-    def _run(self, addresses: list[int], active: bool, tensors: Sequence[torch.Tensor], cross: Cross) -> Coroutine[int]:
+    def _run(self, addresses: list[int], active: int, tensors: Sequence[torch.Tensor], cross: Cross) -> Coroutine[int]:
         sync, region = self._sync, self._sync.region
         self._tables.post(addresses)
         number = sync.begin(self._stamp, 0, active=active)

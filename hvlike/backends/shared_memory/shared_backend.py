@@ -77,7 +77,7 @@ class PreparedReduction:
         self._cma = cma
         self._staged = None if cma is not None else make_staged(lengths, arithmetic)
 
-    def run(self, addresses: list[int], active: bool = True, tensors: Sequence[torch.Tensor] = ()) -> Coroutine[int]:
+    def run(self, addresses: list[int], active: int = 1, tensors: Sequence[torch.Tensor] = ()) -> Coroutine[int]:
         """See PreparedReduction (backends/base.py)."""
         sync, word, places = self._sync, 0, None
         region = sync.region
@@ -151,7 +151,7 @@ class SharedBackend:
         self._prepared: dict[object, PreparedReduction] = {}
         self._partial: dict[object, tuple[StagedReduction, list[Chunk], int]] = {}
 
-    def count_active(self, active: bool) -> Coroutine[int]:
+    def count_active(self, active: int) -> Coroutine[int]:
         """Work of which nothing is left to do once all ranks have arrived."""
         number = self._sync.begin(0, 0, active=active)
         yield from self._sync.arrive(number)

@@ -67,7 +67,7 @@ class WorkSync:
         self.region = region
         self.number = 0
 
-    def post(self, stamp: int, place: int, *, active: bool = True) -> int:
+    def post(self, stamp: int, place: int, *, active: int = 1) -> int:
         """Say what the next work is, before it is certain that it comes; the newest post counts. Returns its number.
         stamp: of the work, on all ranks; place: which of its tensors lie where in shared allocations.
         """
@@ -79,7 +79,7 @@ class WorkSync:
         words[ARRIVED] = number
         return number
 
-    def begin(self, stamp: int, place: int, *, active: bool = True) -> int:
+    def begin(self, stamp: int, place: int, *, active: int = 1) -> int:
         """The same, and the work begins."""
         self.number = self.post(stamp, place, active=active)
         return self.number
@@ -116,7 +116,7 @@ class WorkSync:
         region.order()
 
     def count_active(self, number: int) -> int:
-        """How many ranks have posted that they are active in this work; all have posted."""
+        """The sum of what the ranks have posted of being active in this work; all have posted."""
         return sum(counters.words[ACTIVE + number % 2] for counters in self.region.counters)
 
     def reduce_unstaged(self, reduction: Unstaged, number: int) -> Coroutine[None]:

@@ -35,7 +35,9 @@ from hvlike.collectives.compression import (
 )
 from hvlike.collectives.compression.compressor import Exchange, Packers
 from hvlike.collectives.requests.reduction import Operand, arithmetic_of, is_dense, reduce_operands, row_by_row
+from hvlike.errors import MismatchError
 from hvlike.transport.loop.coroutine import Coroutine
+from hvlike.transport.memory.dtypes import dtype_name
 
 
 def pick(indices: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
@@ -63,14 +65,20 @@ class BucketPacker:
     """
 
     def __init__(
-        self, strides: Sequence[Strides], arithmetic: Arithmetic, dtypes: Sequence[torch.dtype] | None = None
+        self,
+        strides: Sequence[Strides],
+        arithmetic: Arithmetic,
+        dtypes: Sequence[torch.dtype] | None = None,
+        *,
+        exact: bool = False,
     ) -> None:
         """strides: agreed for each tensor, None for row by row. dtypes: of each, where some are not that of the
-        reduction.
+        reduction. exact: refuse a tensor of another dtype, which would be rounded.
         """
         self._agreed = list(strides)
         self._arithmetic = arithmetic
         self._dtypes = [arithmetic.dtype] * len(self._agreed) if dtypes is None else list(dtypes)
+        self._exact = exact
         self._casts = any(each is not arithmetic.dtype for each in self._dtypes)
         self._reduction: PreparedReduction | None = None
         self._pick_rows = self._pick_ordered = pick([])
@@ -95,15 +103,17 @@ class BucketPacker:
             self._lay_out(shapes, backend)
         return self._reduction is not None
 
-    def allreduce(self, backend: Backend, tensors: Sequence[torch.Tensor], *, active: bool) -> Coroutine[int]:
+    def allreduce(self, backend: Backend, tensors: Sequence[torch.Tensor], *, active: int) -> Coroutine[int]:
         """Reduce dense tensors in place; the same shapes, and the same backend every time, on every rank.
 
-        Returns how many ranks are active, where `prepare` has returned True; else 0.
+        Returns the sum of all `active`, where `prepare` has returned True; else 0.
         """
         self.prepare(backend, tensors)
         if self._reduction is not None and self.fits(tensors):
             filled = tensors if len(self._large) == len(tensors) else [tensors[index] for index in self._large]
             return (yield from self._in_memory(backend, self._reduction, filled, active))
+        if self._exact:
+            self._check_dtypes(tensors)
         dtype, home, count = self._arithmetic.dtype, home_of(backend), 0
         operands = [Operand(tensors[index], self._strides[index], dtype, home) for index in self._large]
         flats = [operand.flat for operand in operands]
@@ -134,8 +144,17 @@ class BucketPacker:
             and not (arithmetic.dtype.is_complex and any(map(_is_conjugate, tensors)))
         )
 
+    def _check_dtypes(self, tensors: Sequence[torch.Tensor]) -> None:
+        for tensor, dtype in zip(tensors, self._dtypes, strict=True):
+            if tensor.dtype is not dtype:
+                raise MismatchError(
+                    f"a gradient of {dtype_name(tensor.dtype)} has come where the ranks have agreed on "
+                    f"{dtype_name(dtype)}: its dtype has changed since the step before. Change grad_dtype of a "
+                    "parameter before the optimizer, or the DistributedDataParallel, is made, on every rank."
+                )
+
     def _in_memory(
-        self, backend: Backend, reduction: PreparedReduction, tensors: Sequence[torch.Tensor], active: bool
+        self, backend: Backend, reduction: PreparedReduction, tensors: Sequence[torch.Tensor], active: int
     ) -> Coroutine[int]:
         with phase(backend, "IN_MEMORY_ALLREDUCE", tensors):
             return (yield from reduction.run(list(map(_address, tensors)), active, tensors))
@@ -265,7 +284,7 @@ class Bucket:
         self._settings = settings
         self._packers: Packers = {}
         self._parts = self._same_dtypes([dtypes[index] for index in entries])
-        self.active = 0  # How many ranks were active in the last run, where it `counts`
+        self.active = 0  # The sum of all `active` of the last run, where it `counts`
 
     @property
     def is_plain(self) -> bool:
@@ -291,8 +310,8 @@ class Bucket:
         places, packer = self._parts[0]
         return packer.prepare(backend, places(tensors))
 
-    def job(self, tensors: Sequence[torch.Tensor], *, active: bool) -> Job:
-        """The job that reduces these tensors, one for each entry, in place; active: they are this rank's own."""
+    def job(self, tensors: Sequence[torch.Tensor], *, active: int) -> Job:
+        """The job that reduces these tensors, one for each entry, in place; active: as of PreparedReduction.run."""
 
         def run(backend: Backend) -> Coroutine[None]:
             if self._parts is not None:
@@ -319,7 +338,7 @@ class Bucket:
                 return None
             places = [place for place, each in enumerate(wires) if each is wire]
             strides = [self._strides[place] for place in places]
-            packer = BucketPacker(strides, settings.arithmetic(wire), [dtypes[place] for place in places])
+            packer = BucketPacker(strides, settings.arithmetic(wire), [dtypes[place] for place in places], exact=True)
             parts.append((pick(places), packer))
         return parts
 

@@ -21,7 +21,8 @@ from typing import Any
 
 import torch
 
-from hvlike.backends.base import Backend
+from hvlike.backends.arithmetic.reduce_op import ReduceOp
+from hvlike.backends.base import INCOMPLETE, Backend, active_ranks
 from hvlike.backends.cuda.device_backend import DeviceBackend, on_device
 from hvlike.backends.cuda.runtime import DeviceRuntime, Stream, runtime_of
 from hvlike.backends.hierarchical import HierarchicalBackend
@@ -30,7 +31,7 @@ from hvlike.collectives.controller.controller import Controller
 from hvlike.collectives.controller.trace import recorded
 from hvlike.collectives.persistent.bucket import Bucket, PlannedPart, ReductionSettings
 from hvlike.collectives.requests.plan import Proposal, describe_names, make_plan
-from hvlike.collectives.requests.reduction import row_by_row
+from hvlike.collectives.requests.reduction import arithmetic_of, row_by_row
 from hvlike.collectives.requests.request import CallSite, RequestKey
 from hvlike.transport.fabric import PlanEpoch
 from hvlike.transport.loop.coroutine import Coroutine, Task
@@ -86,13 +87,15 @@ PLANNED = "gradients"
 class Schedule:
     """Starts the buckets of a plan, in its order, step after step.
 
-    With the first bucket travels the count of active ranks, so that every rank knows when all have joined.
+    With the last bucket travels the count of active ranks, so that every rank knows when all have joined, and whether
+    one lacks some tensors. Then follows which ones nobody has.
     """
 
     def __init__(self, agreed: Proposal, queue: OpQueue, settings: ReductionSettings) -> None:
         self.serial = agreed.serial
         self.queue = queue
         self.described = describe_names(agreed.names)
+        self.entries = len(agreed.names)
         self._agreed = agreed
         self._memory = settings.memory
         self._dtypes: list[torch.dtype] = [getattr(torch, name) for name in agreed.dtypes]
@@ -108,6 +111,8 @@ class Schedule:
         sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in zip(agreed.shapes, self._dtypes, strict=True)]
         self._bytes = [sum(sizes[index] for index in bucket) for bucket in self.plan.buckets]
         self.active = 0  # How many ranks took part in the last step with gradients of their own
+        self.incomplete = False  # Whether one of them lacked some
+        self.absent: frozenset[int] = frozenset()  # Then: the entries that none of them had
 
     def start(
         self,
@@ -115,7 +120,7 @@ class Schedule:
         tensors: Sequence[torch.Tensor],
         after: Ended,
         *,
-        active: bool,
+        active: int,
         wake: bool,
         streams: Iterable[Stream] = (),
         drive: bool = False,
@@ -129,10 +134,10 @@ class Schedule:
         job = self.buckets[number].job(tensors, active=active)
         if number in self._on_device:
             rest = self._launch(number, job, streams)
-            if rest is None and number:
+            if rest is None and number < len(self.buckets) - 1:
                 return False
             job = rest or _nothing
-        if not number:
+        if number == len(self.buckets) - 1:
             job = self._counting(job, tensors, active)
         if self.queue.recorder.on:
             job = recorded(self.queue.recorder, self.queue, f"BUCKET {number}", {"plan": self.serial}, tensors, job)
@@ -144,14 +149,17 @@ class Schedule:
     def sizes(self) -> list[tuple[int, int]]:
         return [(len(bucket.entries), nbytes) for bucket, nbytes in zip(self.buckets, self._bytes, strict=True)]
 
-    def parts(self) -> list[PlannedPart] | None:
+    def parts(self) -> tuple[list[PlannedPart], int] | None:
+        """What reduces the buckets, in their order, and which of them counts."""
         found: list[PlannedPart] = []
+        counting = 0
         for bucket in self.buckets:
             parts = bucket.prepared()
             if parts is None:
                 return None
+            counting = len(found)
             found.extend(parts)
-        return found or None
+        return (found, counting) if found else None
 
     def _may_drive(self, number: int) -> bool:
         """Whether a thread other than the loop's may take the steps of a bucket."""
@@ -213,16 +221,33 @@ class Schedule:
             return partial(_fail, error)
         return lambda backend: coroutine
 
-    def _counting(self, job: Job, tensors: Sequence[torch.Tensor], active: bool) -> Job:
-        bucket, on_device = self.buckets[0], 0 in self._on_device
+    def find_absent(self, missing: Collection[int]) -> Job:
+        """The job that finds the entries that no active rank has; `missing`: those that this one lacks."""
+
+        def run(backend: Backend) -> Coroutine[None]:
+            with torch.inference_mode(False):
+                present = torch.ones(self.entries, dtype=torch.int32, device="cpu")
+                present[list(missing)] = 0
+            largest = arithmetic_of(torch.int32, ReduceOp.MAX, self.queue.group.size, 1.0, 1.0)
+            yield from backend.allreduce([present], largest)
+            self.absent = frozenset((present == 0).nonzero().view(-1).tolist())
+
+        return run
+
+    def note_count(self, count: int) -> None:
+        self.active, self.incomplete = active_ranks(count), count >= INCOMPLETE
+
+    def _counting(self, job: Job, tensors: Sequence[torch.Tensor], active: int) -> Job:
+        number = len(self.buckets) - 1
+        bucket, on_device = self.buckets[number], number in self._on_device
 
         def run(backend: Backend) -> Coroutine[None]:
             if not on_device and bucket.counts(backend, tensors):
                 yield from job(backend)
-                self.active = bucket.active
+                self.note_count(bucket.active)
             else:
                 # First, so that a rank that fails in its job has been counted: the others end their step.
-                self.active = yield from backend.count_active(active)
+                self.note_count((yield from backend.count_active(active)))
                 yield from job(backend)
 
         return run
@@ -233,6 +258,7 @@ class CompiledStep:
         self,
         schedule: Schedule,
         parts: Sequence[PlannedPart],
+        counting: int,
         key: RequestKey,
         epoch: PlanEpoch,
         controller: Controller,
@@ -242,15 +268,19 @@ class CompiledStep:
         self._key = key
         self._schedule = schedule
         self._parts = parts
+        self._counting = counting  # The part with which the count travels
         self._queue: OpQueue = schedule.queue
         self._steps = controller.steps
         self._began = 0.0
         self._tensor_queue = controller.tensor_queue
         self._counts = schedule.queue.counters.of_steps(key[1], PLANNED, schedule.sizes())
 
-    def run(self, tensors: Sequence[torch.Tensor], step: int, site: CallSite, after: Ended) -> bool | None:
+    def run(
+        self, tensors: Sequence[torch.Tensor], missing: Collection[int], step: int, site: CallSite, after: Ended
+    ) -> bool | None:
         """Reduce the tensors in place, one for each entry of the plan. Collective; does not sleep.
 
+        missing: the entries that this rank lacks, for which it has zeros.
         Returns True when all is reduced, False when a peer lets this rank wait and the rest was left to the loop, which
         calls `after` at its end, None when nothing has begun because a tensor does not lie in memory as agreed.
         Raises: HorovodInternalError when a peer has left, or reduces something else. The queue is broken then.
@@ -265,7 +295,7 @@ class CompiledStep:
         self._steps[self._key[1]] = step
         self._tensor_queue.last = (self._key, site, began)
         try:
-            if not self._queue.drive(self._coroutine(picked), after):
+            if not self._queue.drive(self._coroutine(picked, missing), after):
                 return False
         except BaseException as error:
             # The ranks no longer agree on where they are.
@@ -288,14 +318,15 @@ class CompiledStep:
         if seconds > counts.longest_seconds:
             counts.longest_seconds = seconds
 
-    def _coroutine(self, picked: Sequence[Sequence[torch.Tensor]]) -> Coroutine[None]:
-        """The prepared reductions in the order of the plan; the first one counts the active ranks."""
-        first = True
-        for part, tensors in zip(self._parts, picked, strict=True):
-            active = yield from part.reduction.run(list(map(torch.Tensor.data_ptr, tensors)), True, tensors)
-            if first:
-                self._schedule.active = active
-                first = False
+    def _coroutine(self, picked: Sequence[Sequence[torch.Tensor]], missing: Collection[int]) -> Coroutine[None]:
+        """The prepared reductions in the order of the plan, and what is left to find out if a rank lacks some."""
+        schedule, active = self._schedule, 1 + INCOMPLETE * bool(missing)
+        for number, (part, tensors) in enumerate(zip(self._parts, picked, strict=True)):
+            count = yield from part.reduction.run(list(map(torch.Tensor.data_ptr, tensors)), active, tensors)
+            if number == self._counting:
+                schedule.note_count(count)
+        if schedule.incomplete:
+            yield from schedule.find_absent(missing)(self._queue.backend)
 
 
 def compile_step(schedule: Schedule, key: RequestKey, epoch: PlanEpoch, controller: Controller) -> CompiledStep | None:
@@ -308,7 +339,7 @@ def compile_step(schedule: Schedule, key: RequestKey, epoch: PlanEpoch, controll
     if not queue.drives or queue.recorder.on or queue.broken is not None or schedule.plan.sparse:
         return None
     parts = schedule.parts()
-    return None if parts is None else CompiledStep(schedule, parts, key, epoch, controller)
+    return None if parts is None else CompiledStep(schedule, *parts, key, epoch, controller)
 
 
 def _nothing(backend: Backend) -> Coroutine[None]:

@@ -78,13 +78,23 @@ class PlanProxy(JoinedProxy):
     def begin(self) -> None:
         self._left = len(self._tensors)
         for number, tensors in enumerate(self._tensors):
-            if not self._schedule.start(number, tensors, self._ended, active=False, wake=False):
+            if not self._schedule.start(number, tensors, self._ended, active=0, wake=False):
                 self._left -= 1
 
     def _ended(self, task: Task[None]) -> None:
         self._left -= 1
         self.error = self.error or task.error
         if self._left or self.finished:
+            return
+        if self.error is None and self._schedule.incomplete:
+            every = range(self._schedule.entries)
+            self.queue.submit(self._schedule.find_absent(every), self._step_ended, wake=False)
+        else:
+            self._step_ended(task)
+
+    def _step_ended(self, task: Task[None]) -> None:
+        self.error = self.error or task.error
+        if self.finished:
             return
         if not self._goes_on(self._schedule.active):
             self._schedule.roll_back()

@@ -6,7 +6,7 @@ no copy. A user's hook is called bucket by bucket at the end of backward, by a H
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from inspect import getclosurevars, signature
 from types import FunctionType
@@ -20,10 +20,11 @@ from hvlike.collectives.api.allreduce import allreduce
 from hvlike.collectives.compression import Compression, CompressionStats, CompressorLike, PowerSGD, StatefulCompressor
 from hvlike.collectives.requests.plan import fill_buckets
 from hvlike.collectives.requests.process_set import ProcessSet
-from hvlike.collectives.requests.reduction import Average
+from hvlike.collectives.requests.reduction import Average, Max
 from hvlike.collectives.requests.request import Handle
 from hvlike.collectives.session.context import current
 from hvlike.errors import UsageError
+from hvlike.training.gradients.grad_state import gradient_dtype
 from hvlike.training.gradients.reduction import ranks_of_group
 from hvlike.transport.memory.dtypes import dtype_name
 
@@ -45,6 +46,7 @@ class GradBucket:
         self._parameters = list(parameters)
         self._shapes = [gradient.shape for gradient in gradients]
         self._last = last
+        self.absent: Collection[Tensor] = ()  # Parameters for which no rank has a gradient: there are zeros for them
         (first, *others) = gradients
         self._buffer = first if first.is_sparse else torch.cat([each.reshape(-1) for each in (first, *others)])
 
@@ -116,6 +118,7 @@ class HookedReducer:
     state: Any
     process_set: ProcessSet | None
     bucket_bytes: int | None
+    absent: Collection[int] = ()
 
     def mark_ready(self, index: int, tensor: Tensor) -> None:
         """Do nothing: all hooks are called at the end."""
@@ -123,10 +126,10 @@ class HookedReducer:
     def close(self) -> None:
         """Do nothing: nothing was agreed."""
 
-    def finish(self, tensors: Sequence[Tensor]) -> dict[int, Tensor]:
-        """Reduce the gradients by the hook, and tensors after them as averages; return sparse results by index."""
-        count = len(self.parameters)
-        gradients = [tensor.detach() for tensor in tensors[:count]]
+    def finish(self, tensors: Sequence[Tensor], missing: Collection[int] = ()) -> dict[int, Tensor]:
+        """Reduce the gradients by the hook; return sparse results by index."""
+        gradients = [tensor.detach() for tensor in tensors]
+        self.absent = self._of_no_rank(missing)
         buckets = self._buckets(gradients)
         started = [self.hook(self.state, bucket) for _, bucket in buckets]
         replaced: dict[int, Tensor] = {}
@@ -137,21 +140,26 @@ class HookedReducer:
                     replaced[index] = part
                 else:
                     gradients[index].copy_(part)
-        for number, tensor in enumerate(tensors[count:]):
-            name = f"{self.name}.extra.{number}"
-            tensor.copy_(allreduce(tensor, op=Average, name=name, process_set=self.process_set))
         return replaced
+
+    def _of_no_rank(self, missing: Collection[int]) -> Collection[int]:
+        """Which gradients no rank has. Before the hooks, which may make an optimizer's step. Collective; blocks."""
+        present = torch.ones(len(self.parameters), dtype=torch.uint8, device="cpu")
+        present[list(missing)] = 0
+        found = allreduce(present, op=Max, name=f"{self.name}.present", process_set=self.process_set)
+        return (found == 0).nonzero().view(-1).tolist()
 
     def _buckets(self, gradients: Sequence[Tensor]) -> list[tuple[list[int], GradBucket]]:
         order = range(len(gradients) - 1, -1, -1)
         # Each sparse gradient is a kind of its own: it shares no bucket.
         kinds = [f"sparse {i}" if each.is_sparse else dtype_name(each.dtype) for i, each in enumerate(gradients)]
-        sizes = [parameter.nbytes for parameter in self.parameters]
+        sizes = [each.numel() * gradient_dtype(each).itemsize for each in self.parameters]
         buckets: list[tuple[list[int], GradBucket]] = []
         for indices in fill_buckets([[index] for index in order], sizes, kinds, self.bucket_bytes or 25 << 20):
             last = indices[-1] == 0
             held = [self.parameters[index] for index in indices]
             bucket = GradBucket(len(buckets), held, [gradients[index] for index in indices], last=last)
+            bucket.absent = {self.parameters[index] for index in indices if index in self.absent}
             buckets.append((indices, bucket))
         return buckets
 

@@ -10,17 +10,15 @@ No graph is searched for unused parameters: they are those that have not arrived
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass, replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from hvlike.collectives.compression import CompressorLike
-from hvlike.collectives.requests.plan import Entry
 from hvlike.collectives.session.basics import rank
 from hvlike.collectives.session.context import Context
 from hvlike.errors import DataParallelError, UsageError
@@ -47,9 +45,6 @@ def tensors_in(output: Any) -> Iterator[Tensor]:
             yield from tensors_in(getattr(output, field.name, None))
 
 
-_USED = "(which parameters were used)"
-
-
 class ModuleGradients(Gradients):
     """Gradients that are reduced when backward() returns."""
 
@@ -72,8 +67,6 @@ class ModuleGradients(Gradients):
         self._missing: dict[GradState, None] | None = None  # Not reached since the last synchronised forward
         self._expected: dict[GradState, int] = {}  # How often each arrives in a static graph
         self._twice: list[str] = []
-        self._flags = torch.empty(0, device="cpu")
-        self._weight = 1
         self.hook: Hook | None = None  # The user's communication hook
         self.hook_state: Any = None
         self._end = EndOfBackward(weakref.WeakMethod(self._ended))
@@ -225,29 +218,8 @@ class ModuleGradients(Gradients):
         slot.wire = slot.nothing() if gradient is None else gradient.detach().clone()
         return slot.wire
 
-    def _extra_tensors(self) -> Sequence[Tensor]:
-        if not self.find_unused:
-            return ()
-        # The average of `weight` from each rank that has used a parameter is the number of these ranks.
-        self._flags.fill_(self._weight)
-        for index, slot in enumerate(self._slots):
-            if not _is_reached(slot):
-                self._flags[index] = 0
-        return (self._flags,)
-
-    def _take_back(self, replacements: Mapping[int, Tensor]) -> None:
-        if not self.find_unused:
-            super()._take_back(replacements)
-            return
-        used = self._flags.tolist()
-        for slot in self._slots:
-            if used[slot.index] and (slot.wire is not None or slot.index in replacements):
-                slot.take_back(replacements.get(slot.index))
-
-    def _averages(self) -> list[Tensor]:
-        if not self.find_unused:
-            return super()._averages()
-        return [slot.parameter for slot, used in zip(self._slots, self._flags.tolist(), strict=True) if used]
+    def _is_missing(self, slot: GradState) -> bool:
+        return not _is_reached(slot) if self.find_unused else super()._is_missing(slot)
 
     def reduce_by(self, compression: CompressorLike | None, hook: Hook | None, state: Any) -> None:
         if self._under_way:
@@ -261,9 +233,7 @@ class ModuleGradients(Gradients):
     def reduce_zeros(self) -> None:
         reducer = self._ready_reducer()
         if reducer is not None:
-            parts = [torch.zeros_like(parameter, requires_grad=False) for parameter in self._parameters]
-            extra = [torch.zeros(each.shape, dtype=each.dtype, device=each.device) for each in self._extra_entries()]
-            reducer.finish([*parts, *extra])
+            reducer.finish([slot.nothing() for slot in self._slots], range(len(self._slots)))
 
     def _new_reducer(self, context: Context) -> Reducer | None:
         reducer: Reducer | None = None
@@ -274,14 +244,7 @@ class ModuleGradients(Gradients):
                 self.name = self.reduction.automatic_name(context)
             where, size = self.reduction.process_set, self.reduction.bucket_bytes
             reducer = HookedReducer(self.name, self._parameters, self.hook, self.hook_state, where, size)
-        self._weight = self.reduction.size(context)
-        self._flags = torch.empty(len(self._slots), dtype=torch.int32, device="cpu")
         return reducer
-
-    def _extra_entries(self) -> Sequence[Entry]:
-        if not self.find_unused:
-            return ()
-        return [Entry(_USED, (len(self._slots),), torch.int32, torch.device("cpu"))]
 
     def abandon(self) -> None:
         super().abandon()

@@ -34,6 +34,7 @@ class AdasumDeltas(Gradients):
     def __init__(
         self, optimizer: Optimizer, reduction: Reduction, names: Mapping[Tensor, str], backward_passes_per_step: int
     ) -> None:
+        self._for_scaler: Tensor | None = None  # Stands for a gradient while a GradScaler looks, not in the step
         self._starts: list[Tensor] = []  # Copies, kept: new memory would cost as much as the copy
         super().__init__(optimizer, reduction, names, backward_passes_per_step)
 
@@ -55,15 +56,18 @@ class AdasumDeltas(Gradients):
         flag = torch.tensor(int(not _all_finite(gradients)), dtype=torch.int32, device="cpu")
         if int(allreduce(flag, op=ReduceOp.MAX, process_set=self.reduction.process_set)):
             if not int(flag):
-                parameters[0].grad = torch.full_like(parameters[0], torch.inf, requires_grad=False)
+                parameters[0].grad = self._slots[0].nothing().fill_(torch.inf)
         elif not gradients:
             # A scaler refuses an optimizer without a gradient, but this rank must step with the others.
-            parameters[0].grad = torch.zeros_like(parameters[0], requires_grad=False)
+            parameters[0].grad = self._for_scaler = self._slots[0].nothing()
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
         """Reduce what a step changes; a rank whose step raises takes over the change of the others, and raises then."""
         self.synchronize("optimizer.step()")
+        placeholder, self._for_scaler = self._for_scaler, None
+        if placeholder is not None and self._parameters[0].grad is placeholder:
+            self._parameters[0].grad = None
         self.refresh()
         for slot in self._slots:
             self._check(slot)
@@ -88,7 +92,7 @@ class AdasumDeltas(Gradients):
 
     def _check(self, slot: GradState) -> None:
         try:
-            check_adasum(slot.dtype)
+            check_adasum(slot.parameter.dtype)
         except UsageError as error:
             raise UsageError(f"DistributedOptimizer: parameter {slot.name!r}: {error}") from None
 

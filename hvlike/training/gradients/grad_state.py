@@ -21,6 +21,17 @@ from torch.nn.parameter import UninitializedParameter
 from torch.utils.hooks import RemovableHandle
 
 
+def gradient_dtype(parameter: Tensor) -> torch.dtype:
+    """The dtype of its gradient, which may be another one: `parameter.grad_dtype`, since torch 2.10."""
+    gradient = parameter.grad if parameter.is_leaf else None
+    return declared_dtype(parameter) if gradient is None else gradient.dtype
+
+
+def declared_dtype(parameter: Tensor) -> torch.dtype:
+    """The same before there is a gradient. A `grad_dtype` of None allows any: that of the parameter is likely."""
+    return (getattr(parameter, "grad_dtype", None) if parameter.is_leaf else None) or parameter.dtype
+
+
 class Phase(enum.Enum):
     """Where the gradients are."""
 
@@ -86,12 +97,12 @@ class GradState:
     version: int = 0  # How often torch had changed the gradient in place when it was handed over
     wire: Tensor | None = None  # The tensor that is reduced, where that is not the gradient itself
     sparse_dimensions: int = 0  # Of the last sparse gradient seen; 0 for none
-    dtype: torch.dtype = field(init=False)
+    dtype: torch.dtype = field(init=False)  # Of the gradient
     device: torch.device = field(init=False)
     is_lazy: bool = field(init=False)  # Made while the parameter had no shape yet (lazy modules)
 
     def __post_init__(self) -> None:
-        self.dtype = self.parameter.dtype
+        self.dtype = gradient_dtype(self.parameter)
         self.device = self.parameter.device
         self.is_lazy = isinstance(self.parameter, UninitializedParameter)
 
@@ -99,7 +110,7 @@ class GradState:
         """True for the same parameter, unless it was moved by `model.to(...)` or initialised since."""
         return (
             self.parameter is parameter
-            and self.dtype is parameter.dtype
+            and self.dtype is gradient_dtype(parameter)
             and self.device == parameter.device
             and not (self.is_lazy and not isinstance(parameter, UninitializedParameter))
         )
@@ -127,13 +138,14 @@ class GradState:
         return self.wire
 
     def nothing(self) -> Tensor:
-        parameter = self.parameter
+        """What stands for a gradient that is not there: zeros, of its dtype and layout."""
+        parameter, dtype = self.parameter, gradient_dtype(self.parameter)
         if not self.sparse_dimensions:
-            return torch.zeros_like(parameter, requires_grad=False)
+            return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
         shape = tuple(parameter.shape)
         return torch.sparse_coo_tensor(
             torch.empty((self.sparse_dimensions, 0), dtype=torch.int64, device=parameter.device),
-            torch.empty((0, *shape[self.sparse_dimensions :]), dtype=parameter.dtype, device=parameter.device),
+            torch.empty((0, *shape[self.sparse_dimensions :]), dtype=dtype, device=parameter.device),
             shape,
             check_invariants=False,
             device=parameter.device,

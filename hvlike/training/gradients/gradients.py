@@ -6,7 +6,7 @@ IDLE -> ACCUMULATING -> REDUCING -> SYNCHRONIZED -> IDLE      (drawn in full in 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import repeat
 from operator import attrgetter, is_not
@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 from torch import Tensor
 
 from hvlike.backends.arithmetic.reduce_op import ReduceOp
-from hvlike.collectives.requests.plan import Entry
 from hvlike.collectives.session.context import Context, current, is_running
 from hvlike.errors import UsageError
 from hvlike.training.gradients import usage_errors
@@ -311,9 +310,14 @@ class Gradients:
         try:
             reducer = self._ready_reducer()
             if reducer is not None:
+                missing: Sequence[int] = ()
+                if arrived is None:
+                    missing = [slot.index for slot in self._slots if self._is_missing(slot)]
                 if arrived is None or self.reduction.sparse_as_dense:
                     arrived = [self._contribution(slot) for slot in self._slots]
-                self._take_back(reducer.finish([*arrived, *self._extra_tensors()]))
+                replacements = reducer.finish(arrived, missing)
+                if replacements or missing or self.reduction.sparse_as_dense:
+                    self._take_back(replacements, reducer.absent)
                 if self.divides_by_active:
                     self._leave_out_joined(reducer)
                 if self.tuner is not None and isinstance(reducer, PlannedReducer):
@@ -329,32 +333,31 @@ class Gradients:
         """Make averages over all ranks, in which those that have joined count as zeros, averages over the others."""
         size = self.reduction.size(current())
         if self.reduction.op is ReduceOp.AVERAGE and 0 < reducer.active < size:
-            for parameter in self._averages():
-                if parameter.grad is not None:
-                    parameter.grad.mul_(size / reducer.active)
-
-    def _averages(self) -> list[Tensor]:
-        return self._parameters
+            for slot in self._slots:
+                gradient = slot.parameter.grad
+                if gradient is not None and slot.index not in reducer.absent:
+                    gradient.mul_(size / reducer.active)
 
     def _all_arrived(self) -> list[Tensor] | None:
         arrived = list(map(_handed_over, self._slots))
         return arrived if are_those(arrived, map(gradient_of, self._parameters)) else None
 
+    def _is_missing(self, slot: GradState) -> bool:
+        """Whether this rank has nothing to contribute for a parameter: where no rank has, it keeps what it has."""
+        return slot.handed_over is None and slot.parameter.grad is None
+
     def _contribution(self, slot: GradState) -> Tensor:
         """What this rank contributes for a parameter: the gradient that has arrived, else local sums, or zeros."""
-        gradient = slot.handed_over
-        if gradient is None:
-            if slot.parameter.grad is None:
-                slot.parameter.grad = slot.nothing()
-            gradient = slot.parameter.grad
-        return slot.to_reduce(gradient, densify=self.reduction.sparse_as_dense)
+        gradient = slot.parameter.grad if slot.handed_over is None else slot.handed_over
+        if gradient is not None:
+            return slot.to_reduce(gradient, densify=self.reduction.sparse_as_dense)
+        slot.wire = slot.to_reduce(slot.nothing(), densify=self.reduction.sparse_as_dense)
+        return slot.wire
 
-    def _take_back(self, replacements: Mapping[int, Tensor]) -> None:
+    def _take_back(self, replacements: Mapping[int, Tensor], absent: Collection[int]) -> None:
         """Give the parameters what could not be reduced in place, but where their gradients were disturbed."""
-        if not replacements and not self.reduction.sparse_as_dense:
-            return
         for slot in self._slots:
-            if slot.wire is None and slot.index not in replacements:
+            if slot.index in absent or (slot.wire is None and slot.index not in replacements):
                 continue
             if slot.handed_over is None or slot.parameter.grad is slot.handed_over:
                 slot.take_back(replacements.get(slot.index))
@@ -382,7 +385,7 @@ class Gradients:
             self.name = self.reduction.automatic_name(context)
             self.comparison.start_with({slot.name: slot.parameter for slot in self._slots})
         names = [slot.name for slot in self._slots]
-        reducer = self.reduction.reducer(self.name, names, self._parameters, self._extra_entries())
+        reducer = self.reduction.reducer(self.name, names, self._parameters)
         self.comparison.begin(reducer)
         if context.knobs.autotune:
             # Few programs tune: what does it is loaded for them alone.
@@ -390,13 +393,6 @@ class Gradients:
 
             self.tuner = tune(self.tuner, reducer, self.name, self.reduction.process_set)
         return reducer
-
-    def _extra_entries(self) -> Sequence[Entry]:
-        """What is reduced together with the gradients."""
-        return ()
-
-    def _extra_tensors(self) -> Sequence[Tensor]:
-        return ()
 
     def names(self) -> dict[Tensor, str]:
         """Return the parameters whose gradients are reduced, by their names. Local."""

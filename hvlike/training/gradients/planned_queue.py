@@ -36,6 +36,17 @@ from hvlike.errors import UsageError
 from hvlike.transport.loop.coroutine import Coroutine, Task
 from hvlike.transport.world import Group
 
+_is_negative, _is_conjugate = torch.Tensor.is_neg, torch.Tensor.is_conj
+
+
+def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Copy each source into its target, which torch refuses to do at once where a target is a conjugate view."""
+    if any(map(_is_negative, targets)) or any(map(_is_conjugate, targets)):
+        for target, source in zip(targets, sources, strict=True):
+            target.copy_(source)
+    else:
+        torch._foreach_copy_(list(targets), list(sources))
+
 
 class _Piece(NamedTuple):
     owner: int
@@ -89,7 +100,7 @@ class Packing:
             if piece.buffer is None:
                 operand.write_back()
             else:
-                torch._foreach_copy_([tensors[index].detach() for index in piece.indices], list(piece.views))
+                copy_all([tensors[index].detach() for index in piece.indices], piece.views)
 
     def _made_for(self, home: torch.device | None) -> list[_Piece]:
         return [self._together(owner, indices, home) for owner, indices in self._small] + self._large

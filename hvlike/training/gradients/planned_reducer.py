@@ -14,11 +14,13 @@ from __future__ import annotations
 import logging
 import math
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from operator import attrgetter
 
 import torch
 
+from hvlike.backends.base import INCOMPLETE
 from hvlike.backends.cuda.runtime import kind_of
 from hvlike.backends.op_queue import OpQueue
 from hvlike.collectives.api.sparse import start_sparse_sum
@@ -42,6 +44,7 @@ _log = logging.getLogger("hvlike")
 SLOW_STEPS = 3  # In a row; one alone may have met a rank that was held up
 
 _is_sparse: Callable[[torch.Tensor], bool] = attrgetter("is_sparse")
+_dtype: Callable[[torch.Tensor], torch.dtype] = attrgetter("dtype")
 
 
 class PlannedReducer(PersistentOperation):
@@ -62,6 +65,8 @@ class PlannedReducer(PersistentOperation):
         self._groups = equal_parts(len(self._entries), groups) if isinstance(groups, int) else list(groups or [])
         self._process_set = process_set
         self._marked: dict[int, torch.Tensor] = {}
+        self._said = 1  # What this rank says of itself in the step under way: PreparedReduction.run
+        self.absent: Collection[int] = ()
         knobs = current().knobs
         self._arrivals = gradient_streams_of(entry.device for entry in entries)
         on_device = self._arrivals is not None
@@ -137,14 +142,17 @@ class PlannedReducer(PersistentOperation):
         if self._hooks_move and self._unfinished:
             current().fabric.loop.turn()
 
-    def finish(self, tensors: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
+    def finish(self, tensors: Sequence[torch.Tensor], missing: Collection[int] = ()) -> dict[int, torch.Tensor]:
         """Reduce all tensors in place: one for each entry, and those that were marked ready. Collective; blocks.
 
+        missing: the entries for which this rank has zeros as it has nothing; `absent`, after that: those of no rank.
         Returns the tensors that take the place of those that could not be reduced in place, by index.
         Raises: MismatchError when the ranks have different tensors, and all other HorovodInternalErrors.
         """
+        self.absent = ()
         if self._settings.size == 1 and self._settings.prescale * self._settings.postscale == 1:
             self._marked.clear()
+            self.absent = missing
             return {}
         if self._step >= self._look_at:
             self._look_at_options()
@@ -154,17 +162,17 @@ class PlannedReducer(PersistentOperation):
             and compiled.epoch == self._epoch.value
             and not self._started
             and compiled.thread == threading.get_ident()
-            and self._run_compiled(compiled, tensors)
+            and self._run_compiled(compiled, tensors, missing)
         ):
             return {}
-        return self._finish_generally(tensors)
+        return self._finish_generally(tensors, missing)
 
-    def _run_compiled(self, compiled: CompiledStep, tensors: Sequence[torch.Tensor]) -> bool:
+    def _run_compiled(self, compiled: CompiledStep, tensors: Sequence[torch.Tensor], missing: Collection[int]) -> bool:
         """A steady step; False where the general path has to run it: nothing has begun then."""
         try:
             # The loop, which tells the end of what is left to it, needs the lock.
             with self._lock:
-                done = compiled.run(tensors, self._step + 1, self._site, self._bucket_ended)
+                done = compiled.run(tensors, missing, self._step + 1, self._site, self._bucket_ended)
                 self._unfinished += done is False
             if done is None:
                 return False
@@ -178,6 +186,8 @@ class PlannedReducer(PersistentOperation):
             self.close()
             raise
         self._marked.clear()
+        if self.schedule is not None and self.schedule.incomplete:
+            self._note_absent(self.schedule, tensors)
         if self.overlaps:
             self._expect_all()
         if self._may_move:
@@ -195,7 +205,10 @@ class PlannedReducer(PersistentOperation):
             self._may_move = False
             self._compiled = None
 
-    def _finish_generally(self, tensors: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
+    def _finish_generally(self, tensors: Sequence[torch.Tensor], missing: Collection[int]) -> dict[int, torch.Tensor]:
+        self._said = 1 + INCOMPLETE * bool(missing)
+        if not self._started:
+            self._follow_dtypes(tensors)
         try:
             schedule = self.schedule or self._agree(tensors)
             replaced: dict[int, torch.Tensor] = {}
@@ -207,13 +220,18 @@ class PlannedReducer(PersistentOperation):
                     index: start_sparse_sum(tensors[index], f"{self.name}.{index}", self._settings, self._process_set)
                     for index in schedule.plan.sparse
                 }
-            self._reduce_dense(schedule, tensors)
+            self._reduce_dense(schedule, tensors, missing)
             for index, total in sparse.items():
                 replaced[index] = total()
+            if schedule.incomplete:
+                self._note_absent(schedule, tensors)
+            elif not schedule.buckets:
+                # Nothing has carried the count: what has no element is taken for nothing, on all ranks alike.
+                self.absent = [index for index, total in replaced.items() if not total._nnz()]
             self.served += 1
             return replaced
         finally:
-            self._marked = {}
+            self._marked, self._said = {}, 1
             self._expect_all()
             if self._early_from_next:
                 self.overlaps = self._hooks_move = True
@@ -221,6 +239,13 @@ class PlannedReducer(PersistentOperation):
             self._step += 1
             if self._arrivals is not None:
                 self._arrivals.clear()
+
+    def _follow_dtypes(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Agree anew where the program has changed the dtype of a gradient, on every rank. Local."""
+        dtypes = list(map(_dtype, tensors))
+        if dtypes != [entry.dtype for entry in self._entries]:
+            self._entries = [replace(entry, dtype=dtype) for entry, dtype in zip(self._entries, dtypes, strict=True)]
+            self.close()
 
     def _expect_all(self) -> None:
         """No tensor of the next step is ready."""
@@ -306,7 +331,14 @@ class PlannedReducer(PersistentOperation):
 
     # -- one step -------------------------------------------------------------------------------
 
-    def _reduce_dense(self, schedule: Schedule, tensors: Sequence[torch.Tensor]) -> None:
+    def _note_absent(self, schedule: Schedule, tensors: Sequence[torch.Tensor]) -> None:
+        absent: Collection[int] = schedule.absent
+        if self._settings.memory is not None:
+            # What a compressor had left over of earlier steps has arrived.
+            absent = [index for index in absent if tensors[index].is_sparse or not tensors[index].any()]
+        self.absent = absent
+
+    def _reduce_dense(self, schedule: Schedule, tensors: Sequence[torch.Tensor], missing: Collection[int]) -> None:
         controller, rounds = self._set_state.controller, self._set_state.rounds
         key, step, self._site = (STEP, self.name), self._step + 1, find_call_site()
         controller.tensor_queue.notice(key, self._site)
@@ -319,6 +351,11 @@ class PlannedReducer(PersistentOperation):
                 self.close()
                 raise
             if self._unfinished:
+                self._wait_for_buckets(schedule, step)
+            if schedule.incomplete and self._error is None:
+                with self._lock:
+                    self._unfinished += 1
+                schedule.queue.submit(schedule.find_absent(missing), self._bucket_ended, wake=False)
                 self._wait_for_buckets(schedule, step)
         self._raise_error(schedule)
         schedule.commit()
@@ -362,7 +399,9 @@ class PlannedReducer(PersistentOperation):
         self, schedule: Schedule, number: int, tensors: Sequence[torch.Tensor], *, wake: bool, drive: bool = False
     ) -> None:
         streams = () if self._arrivals is None else self._arrivals.streams(number)
-        if schedule.start(number, tensors, self._bucket_ended, active=True, wake=wake, streams=streams, drive=drive):
+        if schedule.start(
+            number, tensors, self._bucket_ended, active=self._said, wake=wake, streams=streams, drive=drive
+        ):
             # With the lock held, which whoever ends it needs.
             self._unfinished += 1
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -23,6 +24,7 @@ from hvlike.collectives.requests.plan import BucketSizes, Entry
 from hvlike.collectives.requests.process_set import ProcessSet, global_process_set
 from hvlike.collectives.session.context import Context, current
 from hvlike.errors import UsageError
+from hvlike.training.gradients.grad_state import gradient_dtype
 from hvlike.training.gradients.parameters import Groups, group_indices
 from hvlike.training.gradients.planned_reducer import PlannedReducer
 
@@ -41,8 +43,15 @@ class Reducer(Protocol):
     def mark_ready(self, index: int, tensor: Tensor) -> None:
         """Tensor `index` is final for this step."""
 
-    def finish(self, tensors: Sequence[Tensor]) -> dict[int, Tensor]:
-        """Wait until all are reduced, in place; return those that replace others, by index."""
+    @property
+    def absent(self) -> Collection[int]:
+        """The tensors that no rank had in the last step, by index; of those that this one had, none."""
+
+    def finish(self, tensors: Sequence[Tensor], missing: Collection[int] = ()) -> dict[int, Tensor]:
+        """Wait until all are reduced, in place; return those that replace others, by index.
+
+        missing: those for which zeros are here as this rank has nothing.
+        """
 
     def close(self) -> None:
         """Forget what was agreed."""
@@ -115,6 +124,9 @@ class Reduction:
     def of_deltas(self) -> bool:
         return self.op is ReduceOp.ADASUM
 
+    def _dtype_of(self, parameter: Tensor) -> torch.dtype:
+        return parameter.dtype if self.of_deltas else gradient_dtype(parameter)
+
     def is_local(self, context: Context) -> bool:
         """True with one rank in the set, or where this rank is not in it."""
         process_set = self.process_set
@@ -131,18 +143,16 @@ class Reduction:
         number = set_state.controller.optimizer_names.next(self.owner)
         return f"{self.owner}.{number}"
 
-    def reducer(
-        self, name: str, names: Sequence[str], parameters: Sequence[Tensor], extra: Sequence[Entry] = ()
-    ) -> PlannedReducer:
+    def reducer(self, name: str, names: Sequence[str], parameters: Sequence[Tensor]) -> PlannedReducer:
         size, factor = self.size(current()), self.predivide_factor
         if self.memory is not None:
             self.memory.claim(self)
         entries = [
-            Entry(name=each, shape=tuple(parameter.shape), dtype=parameter.dtype, device=parameter.device)
+            Entry(name=each, shape=tuple(parameter.shape), dtype=self._dtype_of(parameter), device=parameter.device)
             for each, parameter in zip(names, parameters, strict=True)
         ]
         reducer = PlannedReducer(
-            [*entries, *extra],
+            entries,
             ReductionSettings(self.op, size, 1.0 / factor, factor, self.compression),
             name=name,
             process_set=self.process_set,

@@ -19,9 +19,10 @@ from hvlike.backends.base import Backend
 from hvlike.backends.cuda.device_backend import home_of
 from hvlike.collectives.api.allreduce import allreduce
 from hvlike.collectives.requests.process_set import ProcessSet
-from hvlike.collectives.requests.reduction import Average, Operand, arithmetic_of, is_dense, row_by_row
+from hvlike.collectives.requests.reduction import Average, Max, Operand, arithmetic_of, is_dense, row_by_row
 from hvlike.collectives.requests.request import order_in_memory
 from hvlike.errors import UsageError, WrongTypeError
+from hvlike.training.gradients.grad_state import gradient_dtype
 from hvlike.training.gradients.parameters import value_checksums
 from hvlike.training.gradients.planned_queue import Packing
 from hvlike.transport.loop.coroutine import Coroutine
@@ -151,34 +152,66 @@ class GradientReduction:
         self._rank = rank
         self._partition = partition
         self._parameters = partition.parameters
-        self._packing = Packing(self._parameters, partition.owners)
+        self._dtypes: list[torch.dtype] = []
+        self._packing = self._packing_for([gradient_dtype(each) for each in self._parameters])
 
-    def run(self, backend: Backend, *, active: bool) -> Coroutine[None]:
-        """Give this rank's parameters the mean as gradient, all others none; missing ones count as zeros."""
+    @property
+    def is_incomplete(self) -> bool:
+        """Whether this rank lacks the gradient of a parameter."""
+        return any(parameter.grad is None for parameter in self._parameters)
+
+    def run(self, backend: Backend, *, active: bool, incomplete: bool) -> Coroutine[None]:
+        """Give this rank's parameters the mean as gradient, all others none.
+
+        incomplete: some active rank lacks some. They count as zeros; a gradient that no rank has stays None.
+        """
+        absent = (yield from self._find_absent(backend, active=active)) if incomplete else set[int]()
         gradients = self._contributions(active=active)
+        dtypes = [gradient.dtype for gradient in gradients]
+        if dtypes != self._dtypes:
+            self._packing = self._packing_for(dtypes)
         operands = self._packing.pack(gradients, home=home_of(backend))
-        size = self._partition.ranks
-        flats = [operand.flat for operand in operands]
-        arithmetic = arithmetic_of(self._parameters[0].dtype, Average, size, 1.0, 1.0)
-        yield from backend.reduce_scatter(flats, self._packing.owners, arithmetic)
+        pieces = list(zip((operand.flat for operand in operands), self._packing.owners, strict=True))
+        for dtype in dict.fromkeys(flat.dtype for flat, _ in pieces):
+            flats, owners = zip(*((flat, owner) for flat, owner in pieces if flat.dtype is dtype), strict=True)
+            arithmetic = arithmetic_of(dtype, Average, self._partition.ranks, 1.0, 1.0)
+            yield from backend.reduce_scatter(flats, owners, arithmetic)
         self._packing.unpack(gradients, operands, [self._rank])
-        for parameter, gradient, owner in zip(self._parameters, gradients, self._partition.owners, strict=True):
-            parameter.grad = gradient if owner == self._rank else None
+        for place, (parameter, gradient) in enumerate(zip(self._parameters, gradients, strict=True)):
+            mine = self._partition.owners[place] == self._rank and place not in absent
+            parameter.grad = gradient if mine else None
+
+    def _packing_for(self, dtypes: list[torch.dtype]) -> Packing:
+        self._dtypes = dtypes
+        # Zeros in place of a gradient lie like the parameter, as most gradients do.
+        forms = [
+            torch.empty_like(each, dtype=dtype, device="meta")
+            for each, dtype in zip(self._parameters, dtypes, strict=True)
+        ]
+        return Packing(forms, self._partition.owners)
+
+    def _find_absent(self, backend: Backend, *, active: bool) -> Coroutine[set[int]]:
+        """The gradients that no active rank has, by the place of the parameter."""
+        has = [active and parameter.grad is not None for parameter in self._parameters]
+        present = torch.tensor(has, dtype=torch.int32, device="cpu")
+        yield from backend.allreduce([present], arithmetic_of(torch.int32, Max, self._partition.ranks, 1.0, 1.0))
+        return {place for place, found in enumerate(present.tolist()) if not found}
 
     def _contributions(self, *, active: bool) -> list[Tensor]:
-        spare: Tensor | None = None
+        spare: dict[torch.dtype, Tensor] = {}
         gradients = []
         for parameter, owner in zip(self._parameters, self._partition.owners, strict=True):
             gradient = parameter.grad if active else None
             if gradient is not None and gradient.is_sparse:
                 gradient = gradient.to_dense()
             if gradient is None and owner == self._rank:
-                gradient = torch.zeros_like(parameter, requires_grad=False)
+                gradient = torch.zeros_like(parameter, dtype=gradient_dtype(parameter), requires_grad=False)
             if gradient is None:
                 # Only read: the same memory serves all parameters of other ranks.
-                if spare is None or spare.numel() < parameter.numel():
-                    spare = torch.zeros(parameter.numel(), dtype=parameter.dtype, device=parameter.device)
-                gradient = spare[: parameter.numel()].view(parameter.shape)
+                count, dtype = parameter.numel(), gradient_dtype(parameter)
+                if dtype not in spare or spare[dtype].numel() < count:
+                    spare[dtype] = torch.zeros(count, dtype=dtype, device=parameter.device)
+                gradient = spare[dtype][:count].view(parameter.shape)
             gradients.append(gradient)
         return gradients
 

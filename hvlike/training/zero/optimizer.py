@@ -20,6 +20,7 @@ from hvlike.collectives.requests.process_set import ProcessSet
 from hvlike.collectives.requests.request import order_in_memory
 from hvlike.collectives.session.context import current
 from hvlike.errors import StateError, UsageError
+from hvlike.training.gradients.grad_state import declared_dtype, gradient_dtype
 from hvlike.training.gradients.optimizer_wrapper import is_read_by_grad_scaler
 from hvlike.training.gradients.parameters import (
     GroupOptions,
@@ -67,8 +68,8 @@ class ZeroRedundancyOptimizer(ShardedState, BuiltInJoinable):
             (hvlike.optim.hook_with_zero_step), and step() does nothing.
         reduce_gradients: False: gradients are the same on all ranks when step() is called, as DistributedDataParallel
             leaves them; where they are not, the first step logs a warning. True: they are this rank's own, and step()
-            averages each over the ranks, on the rank that owns its parameter. Missing ones count as zeros, and p.grad
-            is None afterwards on other ranks.
+            averages each over the ranks, on the rank that owns its parameter. Missing ones count as zeros where any
+            rank has one, and p.grad is None afterwards on other ranks.
         process_group: Torch's name for process_set. Also a group of torch.distributed with the backend "hvlike".
         defaults: Keywords of optimizer_class.
 
@@ -128,6 +129,7 @@ class ZeroRedundancyOptimizer(ShardedState, BuiltInJoinable):
         self._scaled = False  # A GradScaler has read the reduced gradients of this step
         self._compared = self.reduces_gradients or self.world_size == 1  # Gradients were, or need not be
         self._infinity_flag: Tensor | None = None  # Where a GradScaler finds an infinity if any rank has one
+        self._flagged: Tensor | None = None  # The parameter that has it as its gradient, only for the scaler
         self._prepare()
         self.initialized = True
 
@@ -211,12 +213,20 @@ class ZeroRedundancyOptimizer(ShardedState, BuiltInJoinable):
             return
         own = set(self._partition.owned(self.rank))
         foreign = [each.grad for place, each in enumerate(self._partition.parameters) if place not in own]
-        if any(gradient is not None and gradient is not self._infinity_flag for gradient in foreign):
+        self._drop_flag()
+        flag = self._infinity_flag
+        if any(gradient is not None and gradient is not flag for gradient in foreign):
             raise UsageError(
                 "ZeroRedundancyOptimizer: a backward pass ran after the gradients were reduced (by "
                 "hvlike.clip_grad_norm_ or a GradScaler) and before step(). Run all backward passes of a step first, "
                 "then clip, then step; to start anew call optimizer.zero_grad()."
             )
+
+    def _drop_flag(self) -> None:
+        """A GradScaler has looked: the step shall not take what it has looked at for a gradient."""
+        flagged, self._flagged = self._flagged, None
+        if flagged is not None and flagged.grad is self._infinity_flag:
+            flagged.grad = None
 
     def _evaluate(self, closure: Callable[[], Any]) -> Any:
         loss = closure()
@@ -241,6 +251,7 @@ class ZeroRedundancyOptimizer(ShardedState, BuiltInJoinable):
             set_to_none: Set gradients to None; else to zeros.
         """
         self._steps.is_reduced = self._scaled = False
+        self._drop_flag()
         super().zero_grad(set_to_none=set_to_none)
 
     def _clip_grad_norm(self, max_norm: float, norm_type: float, *, error_if_nonfinite: bool) -> Tensor:
@@ -264,7 +275,7 @@ class ZeroRedundancyOptimizer(ShardedState, BuiltInJoinable):
                 "clipped. To disable this error and scale the gradients by the non-finite norm anyway, set "
                 "`error_if_nonfinite=False`"
             )
-        return norm.to(parameters[0].dtype)
+        return norm.to(gradient_dtype(parameters[0]))
 
     # Groups
 
@@ -297,9 +308,11 @@ class ZeroRedundancyOptimizer(ShardedState, BuiltInJoinable):
         infinity = float("inf")
         norm = self._steps.clip(infinity, infinity, error_if_nonfinite=True)
         parameter = self._partition.parameters[next(iter(self._partition.owned(self.rank)), 0)]
+        self._flagged = None
         if parameter.grad is None:
             # The scaler needs a gradient also on a rank that owns no parameter.
-            parameter.grad = torch.zeros_like(parameter, requires_grad=False)
+            self._flagged = parameter
+            parameter.grad = torch.zeros_like(parameter, dtype=declared_dtype(parameter), requires_grad=False)
         self._infinity_flag = parameter.grad
         if not norm.isfinite():
             self._infinity_flag.fill_(infinity)
@@ -362,6 +375,7 @@ class ZeroRedundancyOptimizer(ShardedState, BuiltInJoinable):
                 name = f"parameter {index} of group {number}"
                 described[f"shape of {name}"] = tuple(each.shape)
                 described[f"dtype of {name}"] = dtype_name(each.dtype)
+                described[f"dtype of the gradient of {name}"] = dtype_name(declared_dtype(each))
                 described[f"order in memory of {name}"] = order_in_memory(each)
                 described[f"requires_grad of {name}"] = each.requires_grad
         described["optimizer_class"] = type(self.optim).__qualname__

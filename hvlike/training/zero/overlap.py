@@ -125,7 +125,8 @@ class _Overlap:
                 got = type(result).__name__
                 raise UsageError(f"hook_with_zero_step: the wrapped hook must return a tensor, got {got}.")
             parameters = bucket.parameters()
-            reduced = dict(zip(parameters, split(result, [each.shape for each in parameters]), strict=True))
+            parts = split(result, [each.shape for each in parameters])
+            reduced = {each: part for each, part in zip(parameters, parts, strict=True) if each not in bucket.absent}
             with self._only(reduced):
                 self._zero.step_share(None, {})
             self._reduced |= reduced

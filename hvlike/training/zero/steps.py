@@ -21,11 +21,12 @@ from weakref import WeakMethod, ref
 import torch
 from torch import Tensor
 
-from hvlike.backends.base import Backend
+from hvlike.backends.base import INCOMPLETE, Backend, active_ranks
 from hvlike.backends.cuda.device_backend import home_of
 from hvlike.collectives.requests.reduction import Max, Sum, arithmetic_of
 from hvlike.collectives.session.joined_proxy import CountingJob
 from hvlike.errors import HorovodInternalError
+from hvlike.training.gradients.grad_state import declared_dtype
 from hvlike.training.gradients.parameters import GroupOptions
 from hvlike.training.gradients.planned_queue import PlannedQueue
 from hvlike.training.zero.exchange import GradientReduction, ParameterExchange, Partition
@@ -110,7 +111,7 @@ class Steps:
             elif kind == UPDATE:
                 yield from self._catch_up(backend, there, command)
             elif self._reduction is not None:
-                yield from self._reduction.run(backend, active=active)
+                yield from self._reduction.run(backend, active=active, incomplete=True)
         elif command is not None and command.kind == CLIP:
             # It follows a reduction: a rank that was absent then would be known.
             yield from self._clip(backend, **command.arguments)
@@ -120,10 +121,12 @@ class Steps:
             kind = UPDATE if self._reduction is None else REDUCE
             if command is not None:
                 kind = command.kind
+            lacks = active and kind == REDUCE and self._reduction is not None and self._reduction.is_incomplete
             # First, so that a rank that fails in its work has been counted: the others end their step.
-            present = yield from backend.count_active(active)
+            count = yield from backend.count_active(active + INCOMPLETE * lacks)
+            present = active_ranks(count)
             if kind == REDUCE and self._reduction is not None:
-                yield from self._reduction.run(backend, active=active)
+                yield from self._reduction.run(backend, active=active, incomplete=count >= INCOMPLETE)
             else:
                 yield from self._exchange.run(backend)
             if 0 < present < size:
@@ -216,14 +219,17 @@ def send_gradients(
     sends = [_flat_gradients(share) if rank == leader and share else nothing for share in shares]
     receives = [nothing] * len(shares)
     mine = shares[rank]
-    sizes = [parameter.nbytes for parameter in mine]
+    dtypes = [declared_dtype(parameter) for parameter in mine]
+    sizes = [parameter.numel() * dtype.itemsize for parameter, dtype in zip(mine, dtypes, strict=True)]
     if mine:
         receives[leader] = torch.empty(sum(sizes), dtype=torch.uint8, device="cpu")
     yield from backend.alltoall(sends, receives)
     # Copies: the parts of the flat tensor may not be aligned for their dtype.
     return {
-        parameter: part.clone().view(parameter.dtype).view(parameter.shape).to(parameter.device)
-        for parameter, part in zip(mine, torch.split(receives[leader], sizes) if mine else (), strict=True)
+        parameter: part.clone().view(dtype).view(parameter.shape).to(parameter.device)
+        for parameter, dtype, part in zip(
+            mine, dtypes, torch.split(receives[leader], sizes) if mine else (), strict=True
+        )
     }
 
 
@@ -233,7 +239,8 @@ def _flat_gradients(parameters: Sequence[Tensor]) -> Tensor:
         gradient = parameter.grad
         if gradient is not None:
             dense = gradient.detach().to_dense() if gradient.is_sparse else gradient.detach()
-            flats.append(dense.to("cpu", parameter.dtype).contiguous().view(-1).view(torch.uint8))
+            plain = dense.to("cpu", declared_dtype(parameter)).resolve_conj().resolve_neg()
+            flats.append(plain.contiguous().view(-1).view(torch.uint8))
     return torch.cat(flats)
 
 

@@ -111,11 +111,10 @@ def reference(
     clip: float | None,
     *,
     by_active: bool = False,
-    zeros: bool = False,
 ) -> nn.Module:
     """One process: in each step the mean over the ranks that it stands for.
 
-    by_active: over those with inputs alone; else the others give nothing. zeros: what is not used has a gradient too.
+    by_active: over those with inputs alone; else the others give nothing.
     """
     model = make(name)
     optimizer = Adam(model.parameters(), lr=0.01, eps=EPS)
@@ -126,9 +125,6 @@ def reference(
             for rank, count in enumerate(counts):
                 if count > step:
                     (loss_of(model, inputs_of(step, part, rank), step) / passes / ranks).backward()
-        if zeros:
-            for parameter in model.parameters():
-                parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         if clip is not None:
             torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
         optimizer.step()

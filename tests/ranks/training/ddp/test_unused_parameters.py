@@ -67,7 +67,7 @@ def test_left_out_without_being_told(hvd: ModuleType) -> None:
         ddp.zero_grad()
         run(ddp, "ab")
         if hvd.size() > 1:
-            assert torch.equal(module.layers["c"].bias.grad, torch.zeros(4))
+            assert module.layers["c"].bias.grad is None
         with pytest.raises(RuntimeError, match=r"finished reduction in the prior iteration before starting") as info:
             run(ddp, "abc")
         assert isinstance(info.value, DataParallelError)
