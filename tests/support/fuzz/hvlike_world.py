@@ -1,0 +1,104 @@
+"""A rank of hvlike: how a program is wrapped there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from support.fuzz.training import LR, OPTIMIZERS, Training, make_optimizer
+from torch import Tensor
+
+import hvlike as hvd
+from hvlike.nn import DistributedDataParallel
+from hvlike.optim import ZeroRedundancyOptimizer
+
+OPS = {"average": hvd.Average, "sum": hvd.Sum, "adasum": hvd.Adasum}
+COMPRESSIONS = {"none": hvd.Compression.none, "fp16": hvd.Compression.fp16, "bf16": hvd.Compression.bf16}
+# Read by the program's wrapper, not by hvlike's.
+OF_PROGRAM = ("named", "start")
+
+
+class HvlikeWorld:
+    """This process, after hvd.init()."""
+
+    def __init__(self) -> None:
+        self.rank, self.size = hvd.rank(), hvd.size()
+        self._sets: dict[tuple[int, ...], Any] = {}
+        self._averages = 0
+
+    def process_set(self, ranks: Sequence[int]) -> Any:
+        """Return a process set of these ranks, registered at its first use."""
+        key = tuple(ranks)
+        if key == tuple(range(self.size)):
+            return hvd.global_process_set
+        if key not in self._sets:
+            self._sets[key] = hvd.add_process_set(list(key))
+        return self._sets[key]
+
+    def options(self, training: Training) -> dict[str, Any]:
+        """Return the options of the wrapper as hvlike takes them."""
+        options = {name: value for name, value in training.program.options if name not in OF_PROGRAM}
+        if "op" in options:
+            options["op"] = OPS[options["op"]]
+        if "compression" in options:
+            options["compression"] = COMPRESSIONS[options["compression"]]
+        if options.get("process_set") is not None:
+            options["process_set"] = self.process_set(options["process_set"])
+        if options.get("groups") == "lists":
+            parameters = [each for each in training.network.parameters() if each.requires_grad]
+            options["groups"] = [parameters[::2], parameters[1::2]]
+        return options
+
+    def wrap(self, training: Training) -> None:
+        """By the classes of the program's kind."""
+        program, network = training.program, training.network
+        options = self.options(training)
+        parameters = list(network.parameters())
+        kind, settings = OPTIMIZERS[program.optimizer]
+        if program.kind == "optimizer":
+            named = list(network.named_parameters()) if program.given.get("named") else None
+            training.optimizer = hvd.DistributedOptimizer(
+                make_optimizer(program.optimizer, parameters), named, **options
+            )
+        elif program.kind == "zero alone":
+            training.optimizer = ZeroRedundancyOptimizer(parameters, kind, reduce_gradients=True, lr=LR, **settings)
+        else:
+            training.model = DistributedDataParallel(network, **options)
+            if program.kind == "zero":
+                training.optimizer = ZeroRedundancyOptimizer(parameters, kind, lr=LR, **settings)
+            else:
+                training.optimizer = make_optimizer(program.optimizer, parameters)
+
+    def backward(self, training: Training, loss: Tensor, *, reduces: bool, **options: bool) -> None:
+        """Run a backward pass; hvlike sees for itself what follows."""
+        loss.backward(**options)
+
+    def no_sync(self, training: Training) -> AbstractContextManager[None]:
+        """Return the context of local passes."""
+        if training.program.kind == "zero alone":
+            # Nothing but step() reduces.
+            return torch.enable_grad()
+        wrapper = training.optimizer if training.model is training.network else training.model
+        return wrapper.no_sync()
+
+    def average(self, tensors: list[Tensor]) -> None:
+        """Average by hand."""
+        for place, tensor in enumerate(tensors):
+            tensor.copy_(hvd.allreduce(tensor, name=f"by hand {place}"))
+
+    def clip(self, training: Training, norm: float) -> None:
+        """Clip by hvlike's function where gradients are not reduced yet."""
+        if training.program.kind in ("optimizer", "zero alone"):
+            hvd.clip_grad_norm_(training.optimizer, norm)
+        else:
+            torch.nn.utils.clip_grad_norm_(training.network.parameters(), norm)
+
+    def for_scaler(self, training: Training) -> Any:
+        """Return what a GradScaler is given."""
+        return training.optimizer
+
+    def for_scheduler(self, training: Training) -> Any:
+        """Return what a schedule is given."""
+        return training.optimizer

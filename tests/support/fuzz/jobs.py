@@ -1,0 +1,129 @@
+"""A long-lived job that runs programs: started when it is needed, ended and started anew when it hangs or dies."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import tempfile
+import time
+from multiprocessing.connection import Connection, Listener, wait
+from pathlib import Path
+from typing import Any
+
+from support.fuzz.outcomes import Failure, Outcome
+from support.fuzz.programs import Program, Setting
+from support.job import RunningJob, start_job
+
+RANK = Path(__file__).with_name("rank.py")
+START_SECONDS = 120.0
+PROGRAM_SECONDS = 20.0
+PEERS_SECONDS = 5.0
+MOST_LINES = 20
+
+
+class Lost(Exception):
+    """The job has not answered, or has ended."""
+
+
+class Job:
+    """Ranks that wait for programs."""
+
+    def __init__(self, ranks: int, checkout: Path | None = None) -> None:
+        self.ranks = ranks
+        self._checkout = checkout
+        self._running: RunningJob | None = None
+        self._folder = ""
+        self._pids: dict[int, int] = {}
+        self._connections: list[Connection] = []
+        self._setting: Setting | None = None
+
+    def __enter__(self) -> Job:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.end()
+
+    def run(self, program: Program, setting: Setting) -> list[Outcome]:
+        """Run a program on all ranks; a job that hangs or dies is ended, and its outcomes say so."""
+        answers: dict[int, Any] = {}
+        try:
+            self._start(setting)
+            self._ask(("run", program), PROGRAM_SECONDS, answers)
+        except Lost as lost:
+            for rank in range(self.ranks):
+                answers.setdefault(rank, Outcome(failure=Failure(-1, "Lost", f"{lost}\n{self._stack(rank)}")))
+            self.end()
+        outcomes = [answers[rank] for rank in range(self.ranks)]
+        if any(each.failure is not None for each in outcomes):
+            # What an error leaves behind is not the next program's affair.
+            self._setting = None
+        return outcomes
+
+    def end(self) -> None:
+        """End the job."""
+        running, self._running = self._running, None
+        for connection in self._connections:
+            connection.close()
+        if running is not None:
+            running.__exit__()
+            shutil.rmtree(self._folder, ignore_errors=True)
+        self._connections, self._setting = [], None
+
+    def _start(self, setting: Setting) -> None:
+        if self._running is None:
+            self._folder = tempfile.mkdtemp(prefix="hvlike-fuzz-")
+            address = f"{self._folder}/driver"
+            program = RANK if self._checkout is None else self._checkout / RANK.relative_to(RANK.parents[3])
+            environment = {} if self._checkout is None else {"PYTHONPATH": str(self._checkout)}
+            with Listener(address, family="AF_UNIX", backlog=self.ranks) as listener:
+                self._running = start_job(program, self.ranks, args=[address], env=environment)
+                self._accept(listener)
+        if self._setting != setting:
+            self._ask(("start", setting.knobs), START_SECONDS, {})
+            self._setting = setting
+
+    def _accept(self, listener: Listener) -> None:
+        # Listener has no timeout of its own.
+        listener._listener._socket.settimeout(START_SECONDS)  # type: ignore[attr-defined]
+        places: dict[int, Connection] = {}
+        try:
+            for _ in range(self.ranks):
+                connection = listener.accept()
+                rank, self._pids[rank] = connection.recv()
+                places[rank] = connection
+        except (OSError, EOFError) as error:
+            raise Lost(f"the job has not started: {error}") from error
+        self._connections = [places[rank] for rank in range(self.ranks)]
+
+    def _ask(self, message: Any, seconds: float, answers: dict[int, Any]) -> None:
+        """Send a message to all ranks, and take their answers."""
+        try:
+            for connection in self._connections:
+                connection.send(message)
+            end = time.monotonic() + seconds
+            while len(answers) < self.ranks:
+                left = {each: rank for rank, each in enumerate(self._connections) if rank not in answers}
+                ready = wait(list(left), max(0.0, end - time.monotonic()))
+                if not ready:
+                    raise Lost("no answer: it hangs")
+                for each in ready:
+                    answer = answers[left[each]] = each.recv()  # type: ignore[index, union-attr]
+                    if isinstance(answer, Outcome) and answer.failure is not None:
+                        # The others fail soon too, or never.
+                        end = min(end, time.monotonic() + PEERS_SECONDS)
+        except (EOFError, OSError) as error:
+            raise Lost(f"the job has ended: {type(error).__name__}\n{self._errors()}") from error
+
+    def _stack(self, rank: int) -> str:
+        """Return where a rank is."""
+        path = Path(f"{self._folder}/stack-{rank}")
+        with contextlib.suppress(OSError, KeyError):
+            os.kill(self._pids[rank], signal.SIGUSR2)
+            time.sleep(0.5)
+            return "".join(path.read_text().splitlines(keepends=True)[:MOST_LINES])
+        return ""
+
+    def _errors(self) -> str:
+        return "" if self._running is None else self._running.errors()[-3000:]

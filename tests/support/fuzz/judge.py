@@ -1,0 +1,118 @@
+"""Judges what a program has left: equal to the oracle and on all ranks, or an error that the pages describe."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+import torch
+from support.fuzz.outcomes import Failure, Outcome, Value
+from support.fuzz.programs import Program
+
+# By cause: class, a pattern of its text, and the page that describes it.
+DOCUMENTED: dict[str, tuple[str, str, str]] = {
+    "unused parameters": ("DataParallelError", "Expected to have finished reduction", "docs/ddp.md"),
+    "interrupted backward": ("DataParallelError", "interrupted by an error", "docs/ddp.md"),
+}
+
+EXACT, SINGLE, HALF = 1e-9, 1e-4, 3e-2
+HALF_PARTS = {"bfloat16", "grad dtype"}
+
+
+def tolerance(program: Program) -> float:
+    """Return the relative error that the dtypes of a program explain."""
+    options = program.given
+    if HALF_PARTS & set(program.parts) or options.get("compression", "none") != "none":
+        return HALF
+    text = str(program)
+    return SINGLE if "float32" in text else EXACT
+
+
+def judge(program: Program, found: Sequence[Outcome], expected: Sequence[Outcome]) -> str | None:
+    """Return what is wrong, None if nothing is."""
+    ends = [_judge_end(each, wanted.failure) for each, wanted in zip(found, expected, strict=True)]
+    for rank, wrong in enumerate(ends):
+        if wrong:
+            return f"rank {rank}: {wrong}" + _others(found, rank)
+    for rank, (each, wanted) in enumerate(zip(found, expected, strict=True)):
+        wrong = _differences(each, wanted, tolerance(program))
+        if wrong:
+            return f"rank {rank}: {wrong}"
+    return _parted(found, expected)
+
+
+def is_sound(expected: Sequence[Outcome]) -> bool:
+    """Whether the oracle can say how a program ends: no rank waits for ever, nothing overflows."""
+    failures = [each.failure for each in expected]
+    if any(each is not None and each.kind == "BrokenBarrierError" for each in failures):
+        return False
+    values = [value for each in expected for _, seen in each.seen for value in seen.values() if value is not None]
+    return all(bool(value.tensor().isfinite().all()) for value in values if value.dtype.startswith("torch.float"))
+
+
+def _judge_end(found: Outcome, wanted: Failure | None) -> str | None:
+    failure = found.failure
+    if wanted is None:
+        return None if failure is None else f"an error that no page promises: {failure}\n{failure.trace}"
+    if failure is None:
+        return f"no error, but the oracle has one: {wanted}"
+    if failure.action != wanted.action:
+        return f"{failure}, but the oracle says: {wanted}\n{failure.trace}"
+    if wanted.kind != "DocumentedError":
+        return None if wanted.kind in failure.bases else f"{failure}, but one process says: {wanted}\n{wanted.trace}"
+    kind, pattern, page = DOCUMENTED[wanted.text]
+    if kind not in failure.bases or not re.search(pattern, failure.text):
+        return f"{failure}, where {page} promises {kind} ({pattern})"
+    return None
+
+
+def _others(found: Sequence[Outcome], rank: int) -> str:
+    lines = [f"rank {other}: {each.failure or 'no error'}" for other, each in enumerate(found) if other != rank]
+    return "\n" + "\n".join(lines)
+
+
+def _differences(found: Outcome, wanted: Outcome, allowed: float) -> str | None:
+    for (label, mine), (there, theirs) in zip(found.seen, wanted.seen, strict=False):
+        if label != there:
+            return f"{label} where the oracle has {there}"
+        for name in {**mine, **theirs}:
+            wrong = _difference(mine.get(name), theirs.get(name), allowed)
+            if wrong:
+                return f"after {label}: {name} {wrong}"
+    if len(found.seen) != len(wanted.seen):
+        return f"{len(found.seen)} steps where the oracle has {len(wanted.seen)}"
+    return None
+
+
+def _difference(mine: Value | None, theirs: Value | None, allowed: float) -> str | None:
+    if mine is None or theirs is None:
+        return None if mine is theirs else f"is {_shown(mine)}, expected {_shown(theirs)}"
+    if (mine.shape, mine.dtype) != (theirs.shape, theirs.dtype):
+        return f"is {mine.dtype} {list(mine.shape)}, expected {theirs.dtype} {list(theirs.shape)}"
+    first, second = mine.tensor(), theirs.tensor()
+    if not first.numel():
+        return None
+    scale = max(1e-3, float(second.abs().max()))
+    if float((first - second).abs().nan_to_num(torch.inf).max()) > allowed * scale:
+        return f"is {_shown(mine)}, expected {_shown(theirs)}"
+    return None
+
+
+def _shown(value: Value | None) -> str:
+    return "None" if value is None else " ".join(str(value.tensor().tolist()).split())[:160]
+
+
+def _parted(found: Sequence[Outcome], expected: Sequence[Outcome]) -> str | None:
+    """Ranks that are bitwise equal in the oracle are so everywhere."""
+    for step in range(len(expected[0].seen)):
+        if not all(len(each.seen) > step for each in expected):
+            break
+        label = expected[0].seen[step][0]
+        for name, value in expected[0].seen[step][1].items():
+            for rank in range(1, len(expected)):
+                if expected[rank].seen[step][1].get(name) != value:
+                    continue
+                first, other = found[0].seen[step][1].get(name), found[rank].seen[step][1].get(name)
+                if first != other:
+                    return f"after {label}: {name} is {_shown(first)} on rank 0, {_shown(other)} on rank {rank}"
+    return None

@@ -1,0 +1,159 @@
+"""The oracle: one process in which simulated ranks, a thread each, train by plain torch and exchange by a list.
+
+It knows of hvlike only what the pages promise: what is reduced when, and which mistakes are an error.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from support.fuzz.models import make_network
+from support.fuzz.outcomes import Outcome
+from support.fuzz.programs import Program
+from support.fuzz.reference import ReferenceModule, ReferenceOptimizer
+from support.fuzz.training import Training, make_optimizer
+from torch import Tensor
+
+PATIENCE_SECONDS = 60.0
+
+
+class Exchange:
+    """Gives every simulated rank of a set what all of them have brought."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._sets: dict[tuple[int, ...], tuple[threading.Barrier, dict[int, Any]]] = {}
+        self._lock = threading.Lock()
+        self._somebody_left = False
+
+    def gather(self, rank: int, value: Any, ranks: Sequence[int]) -> list[Any]:
+        """Wait for all of the ranks, and return what each has brought."""
+        with self._lock:
+            barrier, brought = self._sets.setdefault(tuple(ranks), (threading.Barrier(len(ranks)), {}))
+            if self._somebody_left:
+                barrier.abort()
+        brought[rank] = value
+        barrier.wait(PATIENCE_SECONDS)
+        found = [brought[each] for each in ranks]
+        barrier.wait(PATIENCE_SECONDS)
+        return found
+
+    def leave(self) -> None:
+        """Let no rank wait for this one any more."""
+        with self._lock:
+            self._somebody_left = True
+            for barrier, _ in self._sets.values():
+                barrier.abort()
+
+
+# Pickled optimizers find their world again.
+_worlds: weakref.WeakValueDictionary[int, SimulatedWorld] = weakref.WeakValueDictionary()
+_numbers = itertools.count()
+
+
+def _world_of(number: int) -> SimulatedWorld:
+    return _worlds[number]
+
+
+class SimulatedWorld:
+    """One simulated rank."""
+
+    def __init__(self, rank: int, exchange: Exchange) -> None:
+        self.rank, self.size = rank, exchange.size
+        self.exchange = exchange
+        self.number = next(_numbers)
+        _worlds[self.number] = self
+
+    def __deepcopy__(self, memo: object) -> SimulatedWorld:
+        return self
+
+    def __reduce__(self) -> tuple[Callable[[int], SimulatedWorld], tuple[int]]:
+        return _world_of, (self.number,)
+
+    def gather(self, value: Any, ranks: Sequence[int] | None = None) -> list[Any]:
+        """Return what all ranks, or these, have brought."""
+        return self.exchange.gather(self.rank, value, range(self.size) if ranks is None else ranks)
+
+    def wrap(self, training: Training) -> None:
+        """As HvlikeWorld.wrap, by the reference classes."""
+        program, network = training.program, training.network
+        if program.kind in ("optimizer", "zero alone"):
+            training.optimizer = ReferenceOptimizer(
+                make_optimizer(program.optimizer, network.parameters()), self, program
+            )
+            return
+        training.model = ReferenceModule(network, self, program)
+        training.optimizer = make_optimizer(program.optimizer, network.parameters())
+
+    def backward(self, training: Training, loss: Tensor, *, reduces: bool, **options: bool) -> None:
+        """Run a backward pass, then what follows from it."""
+        parameters = list(training.network.parameters())
+        before = [(each.grad, None if each.grad is None else each.grad._version) for each in parameters]
+        try:
+            loss.backward(**options)
+        except BaseException:
+            if isinstance(training.model, ReferenceModule) and reduces:
+                training.model.interrupted = True
+            raise
+        reached = {
+            each
+            for each, (gradient, version) in zip(parameters, before, strict=True)
+            if each.grad is not None and (each.grad is not gradient or each.grad._version != version)
+        }
+        for each in (training.model, training.optimizer):
+            if isinstance(each, (ReferenceModule, ReferenceOptimizer)):
+                each.after_backward(reached, reduces=reduces)
+
+    def no_sync(self, training: Training) -> AbstractContextManager[None]:
+        """Return the context of local passes."""
+        wrapper = training.model if isinstance(training.model, ReferenceModule) else training.optimizer
+        return wrapper.no_sync()
+
+    def average(self, tensors: list[Tensor]) -> None:
+        """Average by hand."""
+        everybody = self.gather([each.detach().clone() for each in tensors])
+        for place, tensor in enumerate(tensors):
+            tensor.copy_(sum(each[place] for each in everybody) / self.size)
+
+    def clip(self, training: Training, norm: float) -> None:
+        """Clip reduced gradients."""
+        if isinstance(training.optimizer, ReferenceOptimizer):
+            training.optimizer.synchronize()
+        torch.nn.utils.clip_grad_norm_(training.network.parameters(), norm)
+
+    def for_scaler(self, training: Training) -> Any:
+        """Return what a GradScaler is given."""
+        if isinstance(training.optimizer, ReferenceOptimizer):
+            return training.optimizer.for_scaler()
+        return training.optimizer
+
+    def for_scheduler(self, training: Training) -> Any:
+        """Return what a schedule is given."""
+        return getattr(training.optimizer, "inner", training.optimizer)
+
+
+def simulate(program: Program, ranks: int, pool: ThreadPoolExecutor) -> list[Outcome]:
+    """Run a program on simulated ranks."""
+    exchange = Exchange(ranks)
+    networks = [make_network(program.parts) for _ in range(ranks)]
+
+    def run(rank: int) -> Outcome:
+        training = Training(SimulatedWorld(rank, exchange), program, networks[rank])
+        outcome = training.run()
+        if outcome.failure is not None:
+            exchange.leave()
+        return outcome
+
+    return list(pool.map(run, range(ranks)))
+
+
+def waits_for_ever(outcomes: Sequence[Outcome]) -> bool:
+    """Whether some simulated rank has waited for one that has failed, or has ended."""
+    return any(each.failure is not None and each.failure.kind == "BrokenBarrierError" for each in outcomes)

@@ -1,0 +1,68 @@
+"""A training program as a plain value: it prints as what a reader can run again, and is compared, pickled and shrunk."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from support.fuzz.training import Training
+
+
+@dataclass(frozen=True)
+class Action:
+    """One thing that a program does on every rank."""
+
+    def do(self, training: Training) -> None:
+        """Do it on this rank."""
+        raise NotImplementedError
+
+    def __str__(self) -> str:
+        given = {field.name: getattr(self, field.name) for field in fields(self)}
+        defaults = {field.name: field.default for field in fields(self)}
+        told = ", ".join(f"{name}={value!r}" for name, value in given.items() if value != defaults[name])
+        return f"{type(self).__name__}({told})"
+
+
+@dataclass(frozen=True)
+class Program:
+    """A model, what wraps it, and what is done with it."""
+
+    kind: str
+    parts: tuple[str, ...] = ()
+    optimizer: str = "sgd"
+    options: tuple[tuple[str, Any], ...] = ()
+    actions: tuple[Action, ...] = ()
+
+    @property
+    def given(self) -> Mapping[str, Any]:
+        """The options of the wrapper by name."""
+        return dict(self.options)
+
+    def __str__(self) -> str:
+        lines = [
+            f"kind={self.kind!r},",
+            f"parts={self.parts!r},",
+            f"optimizer={self.optimizer!r},",
+            f"options={self.options!r},",
+            "actions=(",
+            *(f"    {action}," for action in self.actions),
+            "),",
+        ]
+        return "Program(\n" + "".join(f"    {line}\n" for line in lines) + ")"
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Where a program runs."""
+
+    ranks: int
+    overlap: bool = False
+    ranks_per_node: int | None = None
+
+    @property
+    def knobs(self) -> dict[str, str]:
+        """The environment that hvlike reads."""
+        knobs = {"HVLIKE_OVERLAP": str(int(self.overlap))}
+        return knobs if self.ranks_per_node is None else knobs | {"HVLIKE_RANKS_PER_NODE": str(self.ranks_per_node)}

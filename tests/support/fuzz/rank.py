@@ -1,0 +1,91 @@
+"""What each rank of a long-lived job runs: programs that the driver sends, one after the other.
+
+The driver and the ranks talk by a socket that knows nothing of MPI, so that it works whatever has become of hvlike.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import logging
+import os
+import signal
+import sys
+import warnings
+from multiprocessing.connection import Client, Connection
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import torch
+from support.fuzz.hvlike_world import HvlikeWorld
+from support.fuzz.outcomes import Outcome
+from support.fuzz.programs import Program
+from support.fuzz.training import Training
+
+import hvlike as hvd
+
+
+class Log(logging.Handler):
+    """Keeps the warnings of hvlike."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def start(knobs: dict[str, str]) -> HvlikeWorld:
+    """Start hvlike, anew where it runs."""
+    hvd.shutdown()
+    for name in ("HVLIKE_OVERLAP", "HVLIKE_RANKS_PER_NODE"):
+        os.environ.pop(name, None)
+    os.environ.update(knobs)
+    hvd.init()
+    return HvlikeWorld()
+
+
+def run(world: HvlikeWorld, program: Program, log: Log) -> Outcome:
+    """Run one program."""
+    log.lines.clear()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        outcome = Training(world, program).run()
+    outcome.log = list(log.lines)
+    return outcome
+
+
+def serve(driver: Connection) -> None:
+    """Do what the driver says until it has gone."""
+    log = Log()
+    logging.getLogger("hvlike").addHandler(log)
+    world = None
+    while True:
+        kind, value = driver.recv()
+        if kind == "start":
+            world = start(value)
+            driver.send("started")
+        elif kind == "run":
+            assert world is not None
+            driver.send(run(world, value, log))
+        else:
+            return
+
+
+def main() -> None:
+    """Connect, serve, end."""
+    torch.set_num_threads(1)
+    hvd.init()
+    gc.freeze()
+    stack = Path(sys.argv[1]).with_name(f"stack-{hvd.rank()}")
+    with Client(sys.argv[1], family="AF_UNIX") as driver, stack.open("w") as file:
+        faulthandler.register(signal.SIGUSR2, file, all_threads=False)
+        driver.send((hvd.rank(), os.getpid()))
+        serve(driver)
+    hvd.shutdown()
+
+
+if __name__ == "__main__":
+    main()

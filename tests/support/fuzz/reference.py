@@ -1,0 +1,197 @@
+"""What the pages promise of DistributedOptimizer and DistributedDataParallel, in plain torch on simulated ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from support.adasum_reference import adasum
+from support.fuzz.programs import Program
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+if TYPE_CHECKING:
+    from support.fuzz.oracle import SimulatedWorld
+
+
+class DocumentedError(Exception):
+    """An error that the pages describe; its text is the cause, a key of judge.DOCUMENTED."""
+
+
+def combined(parts: Sequence[Tensor | None], op: str) -> Tensor | None:
+    """Reduce the gradients of all ranks, where None counts as zeros; None if all are."""
+    given = [each for each in parts if each is not None]
+    if not given:
+        return None
+    dtype = given[0].dtype
+    wide = torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
+    total = given[0].to(wide, copy=True)
+    for each in given[1:]:
+        total = total + each.to(wide)
+    return (total / len(parts) if op == "average" else total).to(dtype)
+
+
+class ReferenceOptimizer:
+    """An optimizer that steps on reduced gradients."""
+
+    def __init__(self, inner: Optimizer, world: SimulatedWorld, program: Program) -> None:
+        options = program.given
+        self.inner, self.world = inner, world
+        self.op: str = options.get("op", "average")
+        self.passes: int = options.get("backward_passes_per_step", 1)
+        ranks = options.get("process_set")
+        self.ranks: Sequence[int] = tuple(range(world.size)) if ranks is None else ranks
+        self.keeps_own = program.kind == "zero alone"
+        self.local = self.synchronized = False
+        self.counted = 0
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "inner":
+            raise AttributeError(name)
+        return getattr(self.inner, name)
+
+    def parameters(self) -> list[Tensor]:
+        """Return all parameters of all groups."""
+        return [each for group in self.inner.param_groups for each in group["params"]]
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Let passes accumulate."""
+        before, self.local = self.local, True
+        yield
+        self.local = before
+
+    @contextmanager
+    def skip_synchronize(self) -> Iterator[None]:
+        """Step as synchronize() has left the gradients; step() here does so by itself."""
+        yield
+
+    def after_backward(self, reached: Collection[Tensor], *, reduces: bool) -> None:
+        """Count a pass of a step."""
+        if reached & set(self.parameters()):
+            self.synchronized = False
+            self.counted += reduces
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop gradients."""
+        self.synchronized = False
+        self.counted = 0
+        self.inner.zero_grad(set_to_none=set_to_none)
+
+    def add_param_group(self, group: dict[str, Any]) -> None:
+        """Add parameters."""
+        self.inner.add_param_group(group)
+
+    def synchronize(self) -> None:
+        """Reduce gradients, once."""
+        if self.synchronized or self.op == "adasum" or self.world.rank not in self.ranks:
+            return
+        self.synchronized = True
+        parameters = self.parameters()
+        mine = [None if each.grad is None else each.grad.detach().clone() for each in parameters]
+        everybody = self.world.gather(mine, self.ranks)
+        for place, parameter in enumerate(parameters):
+            parameter.grad = combined([each[place] for each in everybody], self.op)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> None:
+        """Reduce, then step."""
+
+        def evaluate() -> Any:
+            assert closure is not None
+            loss = closure()
+            self.synchronize()
+            return loss
+
+        of_deltas = self.op == "adasum" and self.world.rank in self.ranks
+        before = [each.detach().clone() for each in self.parameters()] if of_deltas else []
+        if closure is None:
+            self.synchronize()
+            self.inner.step()
+        else:
+            self.inner.step(evaluate)
+        if before:
+            self._take_adasum(before)
+        self.counted = 0
+        self.synchronized = False
+
+    def _take_adasum(self, starts: list[Tensor]) -> None:
+        parameters = self.parameters()
+        deltas = [each.detach() - start for each, start in zip(parameters, starts, strict=True)]
+        everybody = self.world.gather(deltas, self.ranks)
+        for place, (parameter, start) in enumerate(zip(parameters, starts, strict=True)):
+            parts = [each[place].reshape(-1) for each in everybody]
+            parameter.data.copy_(start + adasum(parts).to(start.dtype).view(start.shape))
+
+    def for_scaler(self) -> Optimizer:
+        """Return the plain optimizer, with reduced gradients."""
+        self.synchronize()
+        return self.inner
+
+
+class ReferenceModule(nn.Module):
+    """A module whose gradients are averages when a backward pass has ended."""
+
+    def __init__(self, module: nn.Module, world: SimulatedWorld, program: Program) -> None:
+        super().__init__()
+        options = program.given
+        self.module, self.world = module, world
+        self.finds_unused = options.get("find_unused_parameters") or options.get("static_graph")
+        self.sends_buffers = options.get("broadcast_buffers", True)
+        self.registered = list(module.parameters())
+        self.local = self.interrupted = False
+        self.buffers_are_due = True
+        self.reached: set[Tensor] = set()
+        self.missing: set[Tensor] | None = None
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Let passes through forwards made inside accumulate."""
+        before, self.local = self.local, True
+        yield
+        self.local = before
+
+    def forward(self, *inputs: Any, **keywords: Any) -> Any:
+        """Send the first rank's buffers, run the module."""
+        if torch.is_grad_enabled():
+            missing, interrupted = self.missing, self.interrupted
+            if not self.local:
+                self.missing, self.interrupted = None, False
+                if interrupted:
+                    raise DocumentedError("interrupted backward")
+                if missing and not self.finds_unused:
+                    raise DocumentedError("unused parameters")
+            if self.buffers_are_due and self.sends_buffers:
+                self._send_buffers()
+            self.buffers_are_due = not self.local
+        return self.module(*inputs, **keywords)
+
+    def _send_buffers(self) -> None:
+        buffers = dict(self.module.named_buffers())
+        first = self.world.gather({name: each.clone() for name, each in buffers.items()})[0]
+        for name, buffer in buffers.items():
+            if buffer.layout is torch.strided:
+                buffer.copy_(first[name])
+
+    def after_backward(self, reached: Collection[Tensor], *, reduces: bool) -> None:
+        """Average what has been accumulated, if this pass reduces."""
+        self.reached |= {each for each in reached}
+        if not reduces:
+            return
+        mine = [
+            (each in self.reached, None if each.grad is None else each.grad.detach().clone())
+            for each in self.registered
+        ]
+        everybody = self.world.gather(mine)
+        unreached = {each for each in self.registered if each.requires_grad and each not in self.reached}
+        self.missing = unreached if self.missing is None else self.missing & unreached
+        self.reached = set()
+        for place, parameter in enumerate(self.registered):
+            parts = [each[place] for each in everybody]
+            total = combined([gradient for _, gradient in parts], "average")
+            if self.finds_unused and not any(used for used, _ in parts):
+                continue
+            if total is None and parameter.requires_grad:
+                total = torch.zeros_like(parameter, requires_grad=False)
+            parameter.grad = total

@@ -1,0 +1,156 @@
+"""Runs random programs for some minutes, and shrinks and prints those that end as no page says."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+import warnings
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import hypothesis
+import torch
+from hypothesis import HealthCheck, Phase
+from support.fuzz.jobs import Job
+from support.fuzz.judge import is_sound, judge
+from support.fuzz.oracle import simulate
+from support.fuzz.programs import Program, Setting
+from support.fuzz.strategies import KINDS, programs
+
+BLOCK = 50
+SHRINKING_SECONDS = 60.0
+
+
+class Fault(AssertionError):
+    """A program that ends as no page says."""
+
+
+@dataclass
+class Found:
+    """A fault, shrunk."""
+
+    seed: int
+    setting: Setting
+    program: Program
+    text: str
+    tried: int
+
+    def __str__(self) -> str:
+        return f"seed {self.seed}, {self.setting}, found after {self.tried} programs\n{self.program}\n{self.text}"
+
+
+@dataclass
+class Runner:
+    """Runs programs on a job and judges them."""
+
+    job: Job
+    without: tuple[str, ...] = ()
+    shrinking_seconds: float = SHRINKING_SECONDS
+    tried: int = 0
+    unsound: int = 0
+    found: list[Found] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._pool = ThreadPoolExecutor(self.job.ranks)
+        self._known: dict[Program, str | None] = {}
+        self._failed_at: float | None = None
+
+    def check(self, program: Program, setting: Setting) -> str | None:
+        """Return what is wrong with how a program ends."""
+        expected = simulate(program, setting.ranks, self._pool)
+        if not is_sound(expected):
+            self.unsound += 1
+            hypothesis.reject()
+        return judge(program, self.job.run(program, setting), expected)
+
+    def block(self, kind: str, seed: int, setting: Setting, count: int) -> Found | None:
+        """Run `count` programs of one seed; return the first fault, shrunk."""
+        self._known.clear()
+        self._failed_at = None
+        last: list[tuple[Program, str]] = []
+
+        @hypothesis.seed(seed)
+        @hypothesis.settings(
+            max_examples=count,
+            database=None,
+            deadline=None,
+            phases=(Phase.generate, Phase.shrink),
+            suppress_health_check=list(HealthCheck),
+            report_multiple_bugs=False,
+            print_blob=False,
+        )
+        @hypothesis.given(programs(kind, setting.ranks, self.without))
+        def run(program: Program) -> None:
+            wrong = self._judged(program, setting)
+            if wrong:
+                last.append((program, wrong))
+                raise Fault
+
+        before = self.tried
+        try:
+            run()
+        except Fault:
+            program, text = last[-1]
+            found = Found(seed, setting, program, text, self.tried - before)
+            self.found.append(found)
+            return found
+        return None
+
+    def _judged(self, program: Program, setting: Setting) -> str | None:
+        """Judge a program once. When the time to shrink is over, only faults that are known count."""
+        if program not in self._known:
+            if self._failed_at is not None and time.monotonic() - self._failed_at > self.shrinking_seconds:
+                return None
+            if self._failed_at is None:
+                self.tried += 1
+            self._known[program] = self.check(program, setting)
+            if self._known[program] and self._failed_at is None:
+                self._failed_at = time.monotonic()
+        return self._known[program]
+
+
+def main(arguments: Sequence[str]) -> int:
+    """The command line of scripts/fuzz."""
+    parser = argparse.ArgumentParser(prog="scripts/fuzz", description=__doc__)
+    parser.add_argument("--minutes", type=float, default=10.0, help="how long (10)")
+    parser.add_argument("--programs", type=int, default=sys.maxsize, help="how many at most")
+    parser.add_argument("--seed", type=int, default=0, help="of the first block of programs (0)")
+    parser.add_argument("--ranks", type=int, default=2, help="of the job (2)")
+    parser.add_argument("--kind", choices=KINDS, action="append", help="what wraps the model; default: all in turn")
+    parser.add_argument("--overlap", choices=("0", "1"), help="reduce beside backward; default: both in turn")
+    parser.add_argument("--nodes", type=int, default=0, help="pretended nodes; default: one, and two in turn")
+    parser.add_argument("--faults", type=int, default=1, help="how many faults end the run (1)")
+    parser.add_argument("--without", action="append", default=[], help="a part of models that is left out")
+    parser.add_argument("--shrink", type=float, default=SHRINKING_SECONDS, help="seconds to shrink each (60)")
+    given = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    begin = time.monotonic()
+    with Job(given.ranks) as job:
+        runner = Runner(job, tuple(given.without), given.shrink)
+        seed = given.seed
+        while time.monotonic() - begin < 60 * given.minutes and runner.tried < given.programs:
+            kinds = given.kind or KINDS
+            overlap = bool(seed // len(kinds) % 2) if given.overlap is None else given.overlap == "1"
+            setting = Setting(given.ranks, overlap, None)
+            found = runner.block(kinds[seed % len(kinds)], seed, setting, min(BLOCK, given.programs - runner.tried))
+            if found is not None:
+                print(found, "\n", flush=True)
+                if len(runner.found) >= given.faults:
+                    break
+            seed += 1
+    seconds = time.monotonic() - begin
+    print(
+        f"{runner.tried} programs from seed {given.seed} to {seed} in {seconds:.0f} s ({runner.tried / seconds:.1f} a "
+        f"second), {runner.unsound} that cannot end; {len(runner.found)} faults"
+    )
+    return 1 if runner.found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,247 @@
+"""Draws programs that a user may write: each kind of wrapper with the models, options and actions that it promises."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import Any, TypeVar
+
+from hypothesis import strategies as st
+from support.fuzz.changes import Add, Convert, Copy, Freeze, FreezeAll, Hook, Reload, Replace
+from support.fuzz.models import OTHER_DTYPES, PARTS, WITHOUT_PARAMETERS
+from support.fuzz.passes import EVERYWHERE, Evaluate, Pass
+from support.fuzz.programs import Action, Program
+from support.fuzz.steps import Clip, ClosureStep, DropGradient, Scaler, Schedule, Step, Synchronize, ZeroGrad
+
+T = TypeVar("T")
+Draw = Callable[[st.SearchStrategy[Any]], Any]
+MOST_PARTS, MOST_STEPS = 3, 4
+PLAIN_FORMS = ("plain", "two forwards", "create graph", "penalty")
+WITHOUT_GRADIENTS = ("grad", "func", "forward", "raise in forward")
+
+
+class Draft:
+    """A program while it is drawn."""
+
+    def __init__(
+        self, draw: Callable[[st.SearchStrategy[Any]], Any], kind: str, ranks: int, without: Collection[str]
+    ) -> None:
+        self.draw, self.kind, self.ranks, self.without = draw, kind, ranks, without
+        self.actions: list[Action] = []
+        self.batches = 0
+        self.wraps_module = kind in ("ddp", "zero")
+        self.options = self.draw_options()
+        self.parts = tuple(draw(st.lists(st.sampled_from(self.allowed_parts()), max_size=MOST_PARTS)))
+        self.scales = self.chance(10) and self.options.get("op") != "adasum" and self.kind != "zero alone"
+        self.steady = self.scales or bool(self.options.get("static_graph"))
+        self.optimizer = self.draw_optimizer()
+
+    def chance(self, percent: int) -> bool:
+        """True in so many of a hundred programs; shrinks to False."""
+        return self.draw(st.integers(0, 99)) >= 100 - percent
+
+    def choose(self, *values: T) -> T:
+        """One of the values; shrinks to the first."""
+        return self.draw(st.sampled_from(values))
+
+    def draw_options(self) -> dict[str, Any]:
+        """Options of the wrapper that differ from their defaults."""
+        options: dict[str, Any] = {}
+        if self.kind == "optimizer":
+            options["op"] = self.choose("average", "average", "sum", "adasum")
+            options["backward_passes_per_step"] = self.choose(1, 1, 2, 3)
+            options["named"] = self.choose(False, True)
+            if options["op"] == "average":
+                options["gradient_predivide_factor"] = self.choose(1.0, 2.0, 0.25)
+            if options["op"] != "adasum":
+                options["compression"] = self.choose("none", "none", "none", "fp16", "bf16")
+                options["sparse_as_dense"] = self.choose(False, True)
+            options["groups"] = self.choose(None, None, 1, 2, "lists")
+            if self.ranks > 1 and self.chance(10):
+                options["process_set"] = self.choose((0,), (0, self.ranks - 1), tuple(range(self.ranks - 1)))
+        elif self.wraps_module:
+            options[self.choose("find_unused_parameters", "static_graph", "plain")] = True
+            options.pop("plain", None)
+            options["broadcast_buffers"] = self.choose(True, False)
+            options["bucket_cap_mb"] = self.choose(None, 0.0001)
+        defaults = {
+            "op": "average",
+            "backward_passes_per_step": 1,
+            "named": False,
+            "gradient_predivide_factor": 1.0,
+            "compression": "none",
+            "sparse_as_dense": False,
+            "groups": None,
+            "broadcast_buffers": True,
+            "bucket_cap_mb": None,
+        }
+        return {name: value for name, value in options.items() if value != defaults.get(name)}
+
+    def allowed_parts(self) -> list[str]:
+        """Parts that the pages do not refuse with this wrapper."""
+        refused = set(self.without)
+        if self.kind in ("zero", "zero alone"):
+            refused |= OTHER_DTYPES | {"sparse embedding", "lazy", "empty"}
+        if self.wraps_module:
+            refused |= {"lazy"}
+        if self.options.get("op") == "adasum":
+            refused |= {"complex", "sparse embedding"}
+        if self.options.get("compression", "none") != "none":
+            refused |= {"complex", "sparse embedding"}
+        return [name for name in PARTS if name not in refused]
+
+    def draw_optimizer(self) -> str:
+        if "sparse embedding" in self.parts:
+            return "sgd"
+        return self.choose("sgd", "momentum", "decay", "adam", "adamw")
+
+    def layers(self) -> list[int]:
+        """Numbers of layers with parameters."""
+        return [-1, -2, *(number for number, name in enumerate(self.parts) if name not in WITHOUT_PARAMETERS)]
+
+    def batch(self) -> int:
+        self.batches += 1
+        return self.batches
+
+    def forms(self) -> list[str]:
+        """Forms of passes that torch can do with these parts in one process."""
+        refused = set(self.without)
+        if "reentrant checkpoint" in self.parts:
+            # Its gradients arrive once for each forward; docs/ddp.md
+            refused |= {"two forwards"}
+        if {"reentrant checkpoint", "sparse embedding", "lazy"} & set(self.parts):
+            refused |= {"penalty", "grad", "func", "by hand", "create graph"}
+        if {"checkpoint", "batch norm", "weight norm", "complex", "grad dtype"} & set(self.parts):
+            refused |= {"func"}
+        if "batch norm" in self.parts and self.wraps_module and self.options.get("broadcast_buffers", True):
+            refused |= {"two forwards"}
+        if self.steady:
+            refused |= {
+                "two forwards",
+                "penalty",
+                "create graph",
+                "grad",
+                "func",
+                "by hand",
+                "forward",
+                "raise in forward",
+            }
+        return [form for form in (*PLAIN_FORMS, *WITHOUT_GRADIENTS) if form not in refused]
+
+    def make_pass(self, *forms: str, local: bool = False) -> Pass:
+        """Draw a pass in one of these forms, as far as they are possible."""
+        possible = [form for form in forms if form in self.forms()] or ["plain"]
+        unused: list[tuple[int, int]] = []
+        partial = self.kind in ("optimizer", "zero alone") or bool(self.options.get("find_unused_parameters"))
+        if self.parts and not self.steady and self.chance(30 if partial else 5):
+            part = self.choose(*range(len(self.parts)))
+            where = (EVERYWHERE,) if "unused everywhere" not in self.without else ()
+            where += tuple(range(self.ranks)) if partial else ()
+            if where:
+                unused.append((part, self.choose(*where)))
+        inside: tuple[tuple[int, bool], ...] = ()
+        if not self.steady and "freeze" not in self.without and self.chance(5):
+            inside = ((self.choose(*self.layers()), self.choose(True, False)),)
+        absent = None
+        if self.kind in ("optimizer", "zero alone") and not self.steady and self.ranks > 1 and self.chance(8):
+            absent = self.choose(*range(self.ranks))
+        return Pass(
+            self.batch(),
+            self.choose(*possible),
+            unused=tuple(unused),
+            local=local,
+            scaled=self.scales,
+            spoilt=self.choose(*range(self.ranks)) if self.scales and not local and self.chance(25) else None,
+            inside=inside,
+            absent=absent,
+        )
+
+    def change(self) -> None:
+        """Maybe something that a program does while gradients accumulate, or between steps."""
+        if self.steady or not self.chance(35):
+            return
+        changes = ("thaw", "freeze", "thaw all", "freeze all", "evaluate", "look", "drop", "hook")
+        kinds = {each: each.removesuffix(" all").replace("thaw", "freeze") for each in changes}
+        what = self.choose(*(each for each, kind in kinds.items() if kind not in self.without))
+        if what in ("thaw", "freeze"):
+            self.actions.append(Freeze(self.choose(*self.layers()), what == "freeze"))
+        elif what in ("thaw all", "freeze all"):
+            self.actions.append(FreezeAll(what == "freeze all"))
+        elif what == "evaluate":
+            self.evaluate()
+        elif what == "look":
+            form = self.make_pass(*WITHOUT_GRADIENTS)
+            if form.form in WITHOUT_GRADIENTS:
+                self.actions.append(form)
+        elif what == "drop":
+            self.actions.append(DropGradient(self.choose(*self.layers())))
+        else:
+            self.actions.append(Hook(self.choose(*self.layers()), self.choose(False, True)))
+
+    def evaluate(self) -> None:
+        alone = () if "counting" in self.parts else range(self.ranks)
+        self.actions.append(Evaluate(self.batch(), self.choose(EVERYWHERE, *alone), self.choose(False, True)))
+
+    def between_steps(self) -> None:
+        """Maybe something that only happens between steps."""
+        self.change()
+        if self.steady or not self.chance(15):
+            return
+        possible: list[Action] = [Schedule(), Reload(), Copy()]
+        if "weight norm" not in self.parts:
+            possible.append(Copy(pickled=True))
+        if self.kind in ("zero", "zero alone"):
+            possible = [Schedule()]
+        if self.kind == "optimizer" and self.options.get("groups") is None:
+            possible += [Add(), Replace()]
+        if not (OTHER_DTYPES | {"sparse buffer", "lazy"}) & set(self.parts) and self.kind not in ("zero", "zero alone"):
+            possible.append(Convert("float32"))
+        self.actions.append(self.choose(*possible))
+
+    def step(self) -> None:
+        """One step: gradients dropped, local passes, the passes that are reduced, what follows them, the step."""
+        self.between_steps()
+        if self.kind == "optimizer" and not self.scales and self.options.get("op") != "adasum" and self.chance(8):
+            self.actions.append(ClosureStep(self.make_pass("plain")))
+            return
+        if self.options.get("op") == "sum" or self.kind == "zero alone" or not self.chance(8):
+            self.actions.append(ZeroGrad(self.choose(True, False), self.kind != "optimizer" and self.chance(30)))
+            self.change()
+        if not self.steady:
+            for _ in range(self.choose(0, 0, 1, 2)):
+                self.actions.append(self.make_pass("plain", "two backwards", *PLAIN_FORMS, local=True))
+                self.change()
+        self.reduced_passes()
+        if self.chance(15):
+            self.actions.append(Clip(scaled=self.scales))
+        elif self.kind == "optimizer" and not self.scales and self.options.get("op") != "adasum" and self.chance(10):
+            self.actions.append(Synchronize(self.choose(1.0, 0.5)))
+            return
+        self.actions.append(Step(self.scales))
+
+    def reduced_passes(self) -> None:
+        most = self.options.get("backward_passes_per_step", 1)
+        if self.kind in ("ddp", "zero") and not self.options.get("static_graph"):
+            most = 2
+        if self.kind == "zero alone":
+            most = 3
+        for number in range(self.choose(*range(most, 0, -1))):
+            if number:
+                self.change()
+            self.actions.append(self.make_pass(*PLAIN_FORMS))
+
+    def program(self) -> Program:
+        """Draw the actions."""
+        if self.scales:
+            self.actions.append(Scaler())
+        for _ in range(self.choose(*range(1, MOST_STEPS + 1))):
+            self.step()
+        return Program(self.kind, self.parts, self.optimizer, tuple(self.options.items()), tuple(self.actions))
+
+
+@st.composite
+def programs(draw: Draw, kind: str, ranks: int, without: Collection[str] = ()) -> Program:
+    """Programs of a kind for a number of ranks."""
+    return Draft(draw, kind, ranks, without).program()
+
+
+KINDS = ("optimizer", "ddp", "zero", "zero alone")

@@ -1,0 +1,114 @@
+"""One rank of a program: its model, its optimizer, and what has been seen of them."""
+
+from __future__ import annotations
+
+import traceback
+from typing import Any, Protocol
+
+import torch
+from support.fuzz.models import Network, make_batch, make_network
+from support.fuzz.outcomes import Failure, Outcome, Value
+from support.fuzz.programs import Program
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+LR = 0.05
+TRACE_LINES = 8
+
+
+class World(Protocol):
+    """What the program is wrapped in: hvlike, torch's own, or the simulated ranks of the oracle."""
+
+    rank: int
+    size: int
+
+    def wrap(self, training: Training) -> None:
+        """Set `model` and `optimizer` of the training."""
+
+    def backward(self, training: Training, loss: Tensor, *, reduces: bool, **options: bool) -> None:
+        """Run a backward pass. reduces: whether one that ends in the parameters of a wrapped module reduces."""
+
+    def no_sync(self, training: Training) -> Any:
+        """Return the context of local passes."""
+
+    def average(self, tensors: list[Tensor]) -> None:
+        """Exchange tensors by hand."""
+
+    def clip(self, training: Training, norm: float) -> None:
+        """Clip the gradients of the optimizer."""
+
+    def for_scaler(self, training: Training) -> Any:
+        """Return what a GradScaler is given."""
+
+    def for_scheduler(self, training: Training) -> Any:
+        """Return what a schedule is given."""
+
+
+class Training:
+    """The state of a rank."""
+
+    def __init__(self, world: World, program: Program, network: Network | None = None) -> None:
+        self.world = world
+        self.program = program
+        self.network = network or make_network(program.parts)
+        self.model: nn.Module = self.network
+        self.optimizer: Any = None
+        self.scheduler: Any = None
+        self.scaler: Any = None
+        self.outcome = Outcome()
+        self.number = 0
+
+    def run(self) -> Outcome:
+        """Do all actions; an exception ends the program."""
+        self.number = -1
+        try:
+            self.world.wrap(self)
+            for number, action in enumerate(self.program.actions):
+                self.number = number
+                action.do(self)
+            self.number += 1
+            self.see("end")
+        except Exception as error:
+            self.outcome.failure = Failure(
+                self.number,
+                type(error).__name__,
+                str(error),
+                tuple(each.__name__ for each in type(error).__mro__),
+                "\n".join(traceback.format_exc().splitlines()[-TRACE_LINES:]),
+            )
+        return self.outcome
+
+    def batch(self, number: int) -> tuple[Tensor, Tensor]:
+        """Return this rank's rows and words."""
+        return make_batch(number, self.world.rank)
+
+    def see(self, label: str, *, gradients: bool = True) -> None:
+        """Remember parameters, gradients and buffers as they are now."""
+        # ZeRO alone leaves each gradient on one rank.
+        gradients = gradients and self.program.kind != "zero alone"
+        values: dict[str, Value | None] = {}
+        for name, parameter in self.network.named_parameters():
+            if isinstance(parameter, nn.parameter.UninitializedParameter):
+                continue
+            values[name] = Value.of(parameter)
+            if gradients:
+                values[f"{name}.grad"] = Value.of(parameter.grad)
+        for name, buffer in self.network.named_buffers():
+            values[f"buffer {name}"] = Value.of(buffer)
+        self.outcome.seen.append((f"action {self.number} ({label})", values))
+
+
+def make_optimizer(name: str, parameters: Any) -> Optimizer:
+    """Return a plain optimizer of torch by its name in a program."""
+    kind, options = OPTIMIZERS[name]
+    return kind(parameters, lr=LR, **options)
+
+
+# Dividing by a gradient's own size makes the rounding of a tiny one as large as any update: hence `eps`.
+OPTIMIZERS: dict[str, tuple[type[Optimizer], dict[str, Any]]] = {
+    "sgd": (torch.optim.SGD, {}),
+    "momentum": (torch.optim.SGD, {"momentum": 0.9}),
+    "decay": (torch.optim.SGD, {"weight_decay": 0.1}),
+    "adam": (torch.optim.Adam, {"eps": 0.01}),
+    "adamw": (torch.optim.AdamW, {"eps": 0.01, "weight_decay": 0.5}),
+}
