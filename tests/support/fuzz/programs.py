@@ -1,4 +1,4 @@
-"""A training program as a plain value: it prints as what a reader can run again, and is compared, pickled and shrunk."""
+"""A training program as a plain value: it prints so that a reader can run it again, compares and pickles."""
 
 from __future__ import annotations
 

@@ -176,7 +176,7 @@ class ReferenceModule(nn.Module):
 
     def after_backward(self, reached: Collection[Tensor], *, reduces: bool) -> None:
         """Average what has been accumulated, if this pass reduces."""
-        self.reached |= {each for each in reached}
+        self.reached |= set(reached)
         if not reduces:
             return
         mine = [
@@ -190,8 +190,5 @@ class ReferenceModule(nn.Module):
         for place, parameter in enumerate(self.registered):
             parts = [each[place] for each in everybody]
             total = combined([gradient for _, gradient in parts], "average")
-            if self.finds_unused and not any(used for used, _ in parts):
-                continue
-            if total is None and parameter.requires_grad:
-                total = torch.zeros_like(parameter, requires_grad=False)
-            parameter.grad = total
+            if any(used for used, _ in parts):
+                parameter.grad = total
