@@ -24,6 +24,7 @@ from hvlike.observe.log import main_stack
 from hvlike.observe.printing import descriptor_of_stderr, report
 from hvlike.transport.failure.fault_tolerance import abort_job
 from hvlike.transport.host import launchers
+from hvlike.transport.host.parents import LAUNCHERS, LauncherWatch, environment_of
 
 
 class Liveness:
@@ -132,7 +133,6 @@ def _me() -> str:
     return f"{rank} on {socket.gethostname()}"
 
 
-_LAUNCHERS = ("prted", "prterun", "prte", "mpirun", "mpiexec")
 _SCAN_SECONDS, _LONGEST_SCAN_SECONDS = 0.5, 4.0  # All ranks of a node look through all of its processes
 
 
@@ -140,7 +140,7 @@ def start_watchdog(environ: Mapping[str, str]) -> AbstractContextManager[None]:
     """End the job when a process of this node is gone during the body, MPI_Init, which would wait for it for ever:
     under fault tolerance the launcher does not end a job for that. Does nothing where the processes cannot be seen.
     """
-    launcher = _find_daemon(environ)
+    launcher = _find_daemon()
 
     def watch(done: threading.Event) -> None:
         incomplete, pause = False, _SCAN_SECONDS
@@ -155,21 +155,15 @@ def start_watchdog(environ: Mapping[str, str]) -> AbstractContextManager[None]:
     return _beside(watch, "hvlike-start") if launcher else nullcontext()
 
 
-def _find_daemon(environ: Mapping[str, str]) -> int:
+def _find_daemon() -> int:
     """The process of the launcher that has started this rank, 0 if it cannot be seen."""
-    process = os.getpid()
-    while process and _rank_in(process, environ) is not None:
-        process = int(process_status(process).get("PPid", "0"))
-    return process if process_status(process).get("Name") in _LAUNCHERS else 0
+    launcher = LauncherWatch().launcher
+    return launcher if process_status(launcher).get("Name") in LAUNCHERS else 0
 
 
 def _rank_in(process: int, environ: Mapping[str, str]) -> int | None:
     """The rank of a process, or of the one that has started it; None if it is not of this job."""
-    try:
-        variables = Path(f"/proc/{process}/environ").read_text(errors="replace").split("\0")
-    except OSError:
-        return None
-    found = dict(each.partition("=")[::2] for each in variables)
+    found = environment_of(process)
     here = found.get("PMIX_NAMESPACE", "") == environ.get("PMIX_NAMESPACE")
     return int(found["PMIX_RANK"]) if here and found.get("PMIX_RANK", "").isdecimal() else None
 

@@ -1,8 +1,9 @@
 """The processes above this one: whether the launcher lives, and how wide the terminal is that shows its stderr.
 
 A launcher killed with -9 cannot end its ranks, and ranks that compute in Python notice nothing. The kernel gives an
-orphan another parent. A shell between launcher and rank (`mpirun ./run.sh`) hides that, therefore `LauncherWatch`
-looks through shells.
+orphan another parent. What stands between launcher and rank (`mpirun ./run.sh`, `mpirun uv run train.py`, `timeout`)
+hides that, therefore `LauncherWatch` looks through all processes above this one that have the variables of this rank,
+which a launcher gives to the processes that it starts and does not have itself.
 
 A rank's own stdout and stderr do not tell whether a person watches: under Open MPI stdout always is a terminal (made
 by Open MPI) and stderr never is. So `columns_of_terminal` looks at the stderr of the launcher.
@@ -14,15 +15,34 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 T = TypeVar("T")
 
-_SHELLS = frozenset({"sh", "bash", "dash", "zsh", "ksh", "ash", "csh", "tcsh", "fish", "busybox"})
-_LAUNCHERS = frozenset(
-    {"mpirun", "mpiexec", "mpiexec.hydra", "orterun", "prterun", "orted", "prted", "hydra_pmi_proxy", "hydra_bstrap_pr"}
+# What a launcher tells a rank about itself, the innermost launcher first: mpirun inside a batch step leaves the step's.
+_OF_ONE_RANK = (
+    ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMIX_NAMESPACE"),
+    ("MV2_COMM_WORLD_RANK",),
+    ("PMI_RANK", "PMI_JOBID"),
+    ("JSM_NAMESPACE_RANK",),
+    ("FLUX_TASK_RANK", "FLUX_JOB_ID"),
+    ("SLURM_PROCID", "SLURM_STEP_ID", "SLURM_JOB_ID"),
+)
+LAUNCHERS = frozenset(
+    {
+        "mpirun",
+        "prte",
+        "mpiexec",
+        "mpiexec.hydra",
+        "orterun",
+        "prterun",
+        "orted",
+        "prted",
+        "hydra_pmi_proxy",
+        "hydra_bstrap_pr",
+    }
 )
 _MOST_PARENTS = 8
 _COLUMNS = 80
@@ -47,15 +67,39 @@ def parse_stat(stat: str) -> ParentProcess:
     return ParentProcess(name, int(rest.split()[1]))
 
 
+def environment_of(process: int | str) -> dict[str, str]:
+    """The variables with which a process was started; empty where it cannot be seen. process: an id, or "self"."""
+    try:
+        text = Path(f"/proc/{process}/environ").read_text(errors="replace")
+    except OSError:
+        return {}
+    return dict(each.partition("=")[::2] for each in text.split("\0"))
+
+
+def rank_of(environment: Mapping[str, str]) -> tuple[str | None, ...]:
+    """What the innermost launcher has told a process about itself; the same in processes that this one starts, and in
+    no others of the machine. Empty without a launcher.
+    """
+    for names in _OF_ONE_RANK:
+        found = tuple(environment.get(name) for name in names)
+        if any(found):
+            return found
+    return ()
+
+
 class LauncherWatch:
-    """Remembers the chain of parents up to the first that is no shell, and notices when it breaks."""
+    """Remembers the chain of parents up to the first that is not of this rank, and notices when it breaks."""
 
     def __init__(
-        self, parent: Callable[[], int] = os.getppid, read: Callable[[int], ParentProcess | None] = read_process
+        self,
+        parent: Callable[[], int] = os.getppid,
+        read: Callable[[int], ParentProcess | None] = read_process,
+        environment: Callable[[int | str], Mapping[str, str]] = environment_of,
     ) -> None:
         self._parent = parent
         self._read = read
-        self.chain = self._climb()  # Process ids from the parent upwards; all but the last are shells
+        # Process ids from the parent upwards; all but the last are of this rank.
+        self.chain = self._climb(environment)
 
     @property
     def launcher(self) -> int:
@@ -63,14 +107,21 @@ class LauncherWatch:
 
     def is_orphan(self) -> bool:
         """Whether the launcher is gone. Costs some microseconds."""
-        if self._parent() != self.chain[0]:
-            return True
-        # Without shells in between, the parent is the launcher.
-        return len(self.chain) > 1 and self._climb()[: len(self.chain)] != self.chain
+        current: int | None = self._parent()
+        for place, process in enumerate(self.chain):
+            if current != process:
+                return True
+            if place + 1 < len(self.chain):
+                known = self._read(process)
+                current = None if known is None else known.parent
+        return False
 
-    def _climb(self) -> tuple[int, ...]:
-        chain = [self._parent()]
-        while (process := self._read(chain[-1])) is not None and process.name in _SHELLS and process.parent > 0:
+    def _climb(self, environment: Callable[[int | str], Mapping[str, str]]) -> tuple[int, ...]:
+        chain, own = [self._parent()], rank_of(environment("self"))
+        while own and rank_of(environment(chain[-1])) == own:
+            process = self._read(chain[-1])
+            if process is None or process.parent <= 0:
+                break
             chain.append(process.parent)
         return tuple(chain)
 
@@ -112,10 +163,10 @@ def _columns(descriptor: int | None) -> int:
 
 def _stderr_of_launcher() -> str | None:
     """The file that the launcher's stderr is; of several launchers in a row (mpirun and its helper) the outermost."""
-    pid, found = os.getppid(), None
+    pid, found = LauncherWatch().launcher, None
     for _ in range(_MOST_PARENTS):
         process = read_process(pid)
-        if process is None or process.name not in _LAUNCHERS:
+        if process is None or process.name not in LAUNCHERS:
             break
         try:
             found = os.readlink(f"/proc/{pid}/fd/2")

@@ -1,4 +1,4 @@
-"""A process notices that the launcher above it is gone, also through a shell."""
+"""A process notices that the launcher above it is gone, whatever stands between them."""
 
 import os
 import signal
@@ -24,17 +24,20 @@ while not watch.is_orphan() and time.monotonic() < until:
 print("orphan", watch.is_orphan(), flush=True)
 """
 
-# A launcher that starts a command and waits for it.
-LAUNCHER = "import subprocess, sys; subprocess.call(sys.argv[1:])"
+# A launcher that starts a command, tells it which rank it is, and waits for it.
+LAUNCHER = "import os, subprocess, sys; subprocess.call(sys.argv[1:], env={**os.environ, 'PMI_RANK': '1'})"
+WAITS = {
+    # A shell that has something left to do stays as a parent.
+    "shell": ["sh", "-c", '"$@"; true', "sh"],
+    "python": [sys.executable, "-c", "import subprocess, sys; subprocess.call(sys.argv[1:])"],
+    "timeout": ["timeout", "60"],
+}
 
 
-@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="shells are recognised in /proc")
-@pytest.mark.parametrize("shells", [0, 1, 2])
-def test_the_death_of_the_launcher_is_noticed(shells: int) -> None:
-    command = [sys.executable, "-c", WATCHER]
-    for _ in range(shells):
-        # A shell that has something left to do stays as a parent.
-        command = ["sh", "-c", '"$@"; true', "sh", *command]
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="what stands between is found in /proc")
+@pytest.mark.parametrize("between", [[], ["shell"], ["python"], ["timeout"], ["python", "shell"]], ids=str)
+def test_the_death_of_the_launcher_is_noticed(between: list[str]) -> None:
+    command = [word for each in between for word in WAITS[each]] + [sys.executable, "-c", WATCHER]
     with subprocess.Popen([sys.executable, "-c", LAUNCHER, *command], stdout=subprocess.PIPE, text=True) as launcher:
         assert launcher.stdout is not None
         assert launcher.stdout.readline() == "watching False\n"
