@@ -17,7 +17,7 @@ from hvlike import config
 from hvlike.doctor.finding import Finding, Skipped, numbers, plural, quoted
 from hvlike.doctor.probe import FAILED, Gap, known
 from hvlike.errors import LaunchError, UsageError
-from hvlike.launch.run import stop
+from hvlike.launch.supervisor import stop
 from hvlike.transport.failure import fault_tolerance
 from hvlike.transport.host import find_mpirun
 from hvlike.transport.host.find_mpirun import OPEN_MPI, MpiLibrary, Mpirun, family_of_library

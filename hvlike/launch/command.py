@@ -14,12 +14,11 @@ import argparse
 import os
 import signal
 import socket
-import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from hvlike.launch.attempt import Requests, adopt_orphans, run_attempt, say, with_variables
+from hvlike.launch.attempt import Requests, run_attempt, say, with_variables
 from hvlike.training.elastic.checkpoint_files import list_files
 from hvlike.transport.failure.exit_status import EXIT_PREEMPTED, FINISHED, PREEMPTED, VARIABLE, JobRecord
 
@@ -32,7 +31,7 @@ A failure is an end without a record of success: rank 0 writes one when its prog
 hvd.init(), and uses hvd.elastic.run, or hvd.checkpoint and hvd.elastic.preempted(). A file of hosts in the command is
 read anew at each start, so a job can go on with fewer hosts.
 
-SIGTERM, SIGINT and SIGUSR1 ask the job to end at its next commit.
+SIGTERM, SIGINT, SIGHUP and SIGUSR1 ask the job to end at its next commit.
 
 exit status:
   0    the job has finished; another one here: its launcher's, after the program of rank 0 ended well
@@ -60,7 +59,6 @@ def main(arguments: list[str]) -> int:
     if not command:
         parser.error("the command is missing: python -m hvlike launch --checkpoint DIR -- mpirun -n 4 python train.py")
     checkpoint = options.checkpoint or os.environ.get(CHECKPOINT) or None
-    adopt_orphans()
     with tempfile.TemporaryDirectory(prefix="hvlike-launch-") as place, Requests() as requests:
         # The ranks see the checkpoint folder; the other one only those of this host.
         folder = Path(place if checkpoint is None else checkpoint).absolute()
@@ -68,7 +66,7 @@ def main(arguments: list[str]) -> int:
         record = JobRecord(folder / f".launch-{socket.gethostname()}-{os.getpid()}")
         variables = {VARIABLE: str(record.path)} | ({} if checkpoint is None else {CHECKPOINT: str(folder)})
         try:
-            return _run(command, variables, folder, record, requests, options)
+            return _run(command, variables, folder, record, requests, options, [place, *record.files])
         finally:
             record.remove()
 
@@ -80,8 +78,11 @@ def _run(
     record: JobRecord,
     requests: Requests,
     options: argparse.Namespace,
+    remove: Sequence[str],
 ) -> int:
-    """Start the job until it has finished, is asked to end, or is given up. variables: what its ranks see besides."""
+    """Start the job until it has finished, is asked to end, or is given up. variables: what its ranks see besides.
+    remove: what goes with this process, should that be killed.
+    """
     environment = {**os.environ, **variables}
     line = with_variables(command, list(variables))
     failures = 0
@@ -89,9 +90,9 @@ def _run(
         before = _files(folder)
         record.remove()
         try:
-            status = run_attempt(line, environment, requests, options.grace)
+            status = run_attempt(line, environment, requests, options.grace, remove)
         except OSError as error:
-            print(f"python -m hvlike launch: {command[0]} cannot be run: {error}", file=sys.stderr)
+            say(f"{command[0]} cannot be run: {error}")
             return EXIT_CANNOT_START
         final = final_status(record.read(), status, asked=bool(requests.signals), ulfm="--with-ft" in command)
         if final is not None:

@@ -1,7 +1,7 @@
 """hvd.run: start a job from Python and get its results back.
 
-The job is a child process: its output appears where the output of this process goes, and it never outlives its
-caller.
+The job runs below this process: its output appears where the output of this process goes, and it never outlives its
+caller, however that ends.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import codecs
 import os
 import pickle
-import signal
 import subprocess
 import sys
 import tempfile
@@ -21,7 +20,9 @@ from pathlib import Path
 from typing import IO, Any, TextIO, TypeVar
 
 from hvlike.errors import LaunchError, UsageError
+from hvlike.launch.attempt import Attempt
 from hvlike.launch.job_folder import RANK_PROGRAM, first_failure, raise_again, result_of, write_call
+from hvlike.observe import printing
 from hvlike.transport.host import find_mpirun
 from hvlike.transport.host.find_mpirun import OPEN_MPI, Mpirun
 from hvlike.transport.host.launchers import detect_launcher
@@ -29,7 +30,6 @@ from hvlike.transport.host.topology import available_cores
 
 T = TypeVar("T")
 
-_STOP_SECONDS = 10.0
 _DRAIN_SECONDS = 10.0
 _CHARACTERS_KEPT = 20_000
 _LINES_SHOWN = 40
@@ -107,7 +107,7 @@ def run(
         flags = [*_host_flags(mpirun, hosts, hostfile, added), *mpi_args]
         command = mpirun.command(ranks, [sys.executable, "-c", RANK_PROGRAM, place], flags)
         try:
-            status, errors = run_to_its_end(command, without_launcher(os.environ) | added, timeout)
+            status, errors = run_to_its_end(command, without_launcher(os.environ) | added, timeout, place)
         except subprocess.TimeoutExpired:
             raise LaunchError(
                 f"run: the job of {ranks} ranks has not ended within {timeout} s and was ended. Allow more time with "
@@ -189,68 +189,54 @@ class OutputCopy:
     The job does not inherit the stream's file: in a notebook that would lead to the terminal of the server.
     """
 
-    def __init__(self, source: IO[bytes], stream: Callable[[], TextIO | None]) -> None:
-        """stream: returns where to print now; a notebook changes that."""
+    def __init__(self, source: IO[bytes], streams: Callable[[], Sequence[TextIO | None]]) -> None:
+        """streams: returns where to print now, a notebook changes that, and where if that fails."""
         self._source = source
-        self._stream = stream
+        self._streams = streams
         self._kept: deque[str] = deque()
         self._length = 0
         self._thread = threading.Thread(target=self._copy, name="hvlike-output", daemon=True)
         self._thread.start()
 
     def finish(self) -> str:
-        """Wait for the rest, with a limit: a process that outlives its launcher keeps the pipe open."""
+        """Wait for the rest, with a limit: what a rank has started on another host may keep the pipe open."""
         self._thread.join(_DRAIN_SECONDS)
         return "".join(self._kept)
 
     def _copy(self) -> None:
         decode = codecs.getincrementaldecoder("utf-8")("replace").decode
+        with self._source:
+            self._copy_all(decode)
+
+    def _copy_all(self, decode: Callable[[bytes], str]) -> None:
         while data := os.read(self._source.fileno(), 1 << 16):
             text = decode(data)
             self._kept.append(text)
             self._length += len(text)
             while self._length - len(self._kept[0]) > _CHARACTERS_KEPT:
                 self._length -= len(self._kept.popleft())
-            stream = self._stream()
-            if stream is not None:
-                stream.write(text)
-                stream.flush()
+            # Whatever objects of the program these are: a job whose output nobody takes would stand still.
+            any(printing.print_to(stream, text) for stream in self._streams() if stream is not None)
 
 
-def run_to_its_end(command: Sequence[str], environment: Mapping[str, str], timeout: float | None) -> tuple[int, str]:
+def run_to_its_end(
+    command: Sequence[str], environment: Mapping[str, str], timeout: float | None, folder: str
+) -> tuple[int, str]:
     """Run a launcher; return its exit status and the end of its stderr. Blocks.
 
-    The job is ended when this is interrupted, and after `timeout` seconds. Raises: subprocess.TimeoutExpired.
+    The job is ended when this is interrupted, after `timeout` seconds, and when this process is gone, in whatever way;
+    then `folder` is removed. Raises: subprocess.TimeoutExpired.
     """
     pipe = subprocess.PIPE
-    # In a session of its own: Ctrl-C reaches this process alone, which then ends the job in order.
-    process = subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, env=dict(environment), start_new_session=True
-    )
-    assert process.stdout is not None
-    assert process.stderr is not None
-    with process.stdout, process.stderr:
-        output = OutputCopy(process.stdout, lambda: sys.stdout)
-        errors = OutputCopy(process.stderr, lambda: sys.stderr)
+    with Attempt(command, environment, [folder], stdout=pipe, stderr=pipe) as attempt:
+        assert attempt.process.stdout is not None
+        assert attempt.process.stderr is not None
+        output = OutputCopy(attempt.process.stdout, lambda: (sys.stdout, sys.__stdout__))
+        errors = OutputCopy(attempt.process.stderr, lambda: (sys.stderr, sys.__stderr__))
         try:
-            process.wait(timeout)
+            attempt.wait(timeout)
         finally:
-            stop(process, partial(os.killpg, process.pid))
+            attempt.end()
             output.finish()
             last_errors = errors.finish()
-    return process.returncode, last_errors
-
-
-def stop(process: subprocess.Popen[bytes], send: Callable[[int], None], seconds: float = _STOP_SECONDS) -> None:
-    """End a process if it still runs; a launcher ends its ranks. send: sends a signal to it, or to its group."""
-    if process.poll() is not None:
-        return
-    send(signal.SIGTERM)
-    try:
-        process.wait(seconds)
-    except BaseException as error:
-        # Also after a second Ctrl-C.
-        send(signal.SIGKILL)
-        process.wait()
-        if not isinstance(error, subprocess.TimeoutExpired):
-            raise
+    return attempt.wait(), last_errors

@@ -98,6 +98,11 @@ class RunningJob:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     @property
+    def folder(self) -> Path:
+        """What the job has for temporary files; its output and the program are there, too."""
+        return self._folder
+
+    @property
     def launcher_pid(self) -> int:
         """The process id of mpirun."""
         return self._process.pid

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from hvlike.errors import LaunchError, UsageError
-from hvlike.launch.run import run, stop
+from hvlike.launch.run import run
+from hvlike.launch.supervisor import stop
 from hvlike.transport.host.find_mpirun import Mpirun, ask_mpi_library, find_mpirun
 from hvlike.transport.host.launchers import detect_launcher
 

@@ -151,9 +151,14 @@ class JobRecord:
     def is_asked(self) -> bool:
         return self._request.exists()
 
+    @property
+    def files(self) -> list[str]:
+        """The paths of all that a record may consist of."""
+        return [str(self.path), str(self._request), f"{self.path}.part"]
+
     def remove(self) -> None:
-        for path in (self.path, self._request, self.path.with_name(f"{self.path.name}.part")):
-            path.unlink(missing_ok=True)
+        for path in self.files:
+            Path(path).unlink(missing_ok=True)
 
 
 class _OfThisProcess:

@@ -1,4 +1,6 @@
-"""hvd.run: a program that is no rank starts jobs, gets results and exceptions, and Ctrl-C leaves nothing behind."""
+"""hvd.run: a program that is no rank starts jobs, gets results and exceptions, and leaves nothing behind, however it
+ends itself.
+"""
 
 import os
 import signal
@@ -6,6 +8,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+import pytest
 from support.job import RunningJob, job_environment
 
 PROGRAM = """
@@ -76,3 +79,64 @@ def test_an_interrupt_ends_the_job() -> None:
         os.kill(running.launcher_pid, signal.SIGINT)
         job = running.wait(60).check()
     assert "interrupted" in job.stdout.splitlines()
+
+
+FOREVER = """
+import signal
+import time
+import torch
+import hvlike as hvd
+
+def forever():
+    hvd.init()
+    print("at work", flush=True)
+    while True:
+        hvd.allreduce(torch.ones(2))
+        time.sleep(0.05)
+
+# What starts these tests may have it ignored.
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
+hvd.run(forever)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
+def test_a_job_never_outlives_its_caller(number: signal.Signals) -> None:
+    with start(FOREVER) as running:
+        # The end of its output is the caller's to copy.
+        running.wait_for_output("at work")
+        folder = running.folder
+        os.kill(running.launcher_pid, number)
+        job = running.wait(60)
+        assert job.returncode == -number, job.describe()
+        assert job.survivors == (), job.describe()
+        assert sorted(path.name for path in folder.iterdir()) == ["program.py", "stderr", "stdout"]
+
+
+FAILING_STREAM = """
+import sys
+import hvlike as hvd
+
+class Hostile:
+    def __getattr__(self, name):
+        raise OSError(name)
+
+def train():
+    print("x" * 100, flush=True)
+    for _ in range(2000):
+        print("y" * 100)
+    return "done"
+
+sys.stdout = Hostile()
+results = hvd.run(train)
+sys.stdout = sys.__stdout__
+print(results, flush=True)
+"""
+
+
+def test_a_stream_of_the_callers_that_fails_holds_no_job_up() -> None:
+    with start(FAILING_STREAM) as running:
+        job = running.wait(60).check()
+    assert "['done', 'done']" in job.stdout
+    # Python's own stdout has taken it.
+    assert job.stdout.count("y" * 100) == 4000

@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from hvlike.launch import attempt, command
-from hvlike.launch.attempt import remove_segments, with_variables
+from hvlike.launch.attempt import with_variables
 from hvlike.launch.command import final_status, pause_before
+from hvlike.launch.supervisor import remove_segments
 from hvlike.transport.failure.exit_status import FINISHED, PREEMPTED, VARIABLE, JobRecord
 
 FINISH = 'printf finished >"$HVLIKE_LAUNCH_RECORD"'
@@ -81,7 +82,7 @@ def test_ranks_that_outlive_their_launcher_are_ended(tmp_path: Path) -> None:
         os.kill(int((tmp_path / "orphan").read_text()), 0)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP])
 def test_a_signal_asks_the_job_to_end(number: signal.Signals, tmp_path: Path) -> None:
     script = 'touch ready; while [ ! -e "$HVLIKE_LAUNCH_RECORD.ask" ]; do sleep 0.05; done'
     launched = Launched(tmp_path, script)
@@ -130,6 +131,19 @@ def test_the_job_does_not_outlive_launch(tmp_path: Path) -> None:
     while stat.exists() and ") Z" not in stat.read_text():
         assert time.monotonic() < end
         time.sleep(0.05)
+    while sorted(path.name for path in tmp_path.iterdir()) != ["job", "ready"]:
+        assert time.monotonic() < end, list(tmp_path.iterdir())
+        time.sleep(0.05)
+
+
+def test_a_supervisor_that_is_killed_takes_the_job_along(tmp_path: Path) -> None:
+    script = f"{COUNT}; echo $PPID >supervisor-$n; if [ $n = 2 ]; then {FINISH}; exit; fi; touch ready; exec sleep 300"
+    launched = Launched(tmp_path, script)
+    wait_for(tmp_path / "ready")
+    os.kill(int((tmp_path / "supervisor-1").read_text()), signal.SIGKILL)
+    status, errors = launched.end()
+    assert status == 0
+    assert "its launcher was ended by SIGKILL" in errors
 
 
 def wait_for(path: Path) -> None:

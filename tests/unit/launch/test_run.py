@@ -27,7 +27,9 @@ class Started:
         self.silent: int | None = None
         """The rank that leaves nothing."""
 
-    def run(self, command: list[str], environment: dict[str, str], timeout: float | None) -> tuple[int, str]:
+    def run(
+        self, command: list[str], environment: dict[str, str], timeout: float | None, folder: str
+    ) -> tuple[int, str]:
         self.command, self.environment = command, environment
         for rank in range(2):
             if rank == self.failing:
