@@ -48,7 +48,8 @@ class DistributedDataParallel(nn.Module, BuiltInJoinable):
     forward that follows a synchronised one, buffers become those of the first rank. Parameters added later are not
     reduced; changes of requires_grad take effect, alike on all ranks.
 
-    Collective: every rank of the set makes it, and calls it as often. Blocks.
+    Collective: every rank of the set makes it, and calls it as often with gradients enabled. Blocks. Without gradients
+    (torch.no_grad) forward is local.
 
     Args:
         module: The same on every rank; kept as `.module`.
@@ -159,7 +160,7 @@ class DistributedDataParallel(nn.Module, BuiltInJoinable):
         self.forward_sync_buffers = value
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Run the module. Collective over the process set, and blocks, where buffers are synchronised.
+        """Run the module. Collective over the process set, and blocks, where gradients are enabled; else local.
 
         Args:
             inputs: Passed to the module.
@@ -292,7 +293,7 @@ class DistributedDataParallel(nn.Module, BuiltInJoinable):
             output: Tensors in nested lists, tuples, dicts and dataclasses.
         """
         if self.require_backward_grad_sync:
-            self._gradients.after_forward(output)
+            self._gradients.after_forward(output, synchronised=True)
 
     def join(
         self, divide_by_initial_world_size: bool = True, enable: bool = True, throw_on_early_termination: bool = False
@@ -346,24 +347,26 @@ class DistributedDataParallel(nn.Module, BuiltInJoinable):
     def _before_forward(
         self, inputs: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        if torch.is_grad_enabled() and self.require_backward_grad_sync:
-            self._gradients.before_forward()
-        if not is_inside_backward():
-            Join.notify_join_context(self)
-        if self.require_forward_param_sync and self._syncs_buffers() and not is_inside_backward():
-            self._buffer_sync.sync(from_highest=self._join_config.enable)
-        if self._join_config.enable and self._gradients.hook is not None:
-            self._reduces_now(self.require_backward_grad_sync)
+        if torch.is_grad_enabled() and not is_inside_backward():
+            self._begin_training_pass()
         if self.device_ids:
             inputs, kwargs = moved(inputs, self.device), moved(kwargs, self.device)
         return inputs, kwargs
 
+    def _begin_training_pass(self) -> None:
+        """Alone may wait for other ranks: a pass without gradients, as in an evaluation, may run on one of them."""
+        self._gradients.before_forward(synchronised=self.require_backward_grad_sync)
+        Join.notify_join_context(self)
+        if self.require_forward_param_sync and self._syncs_buffers():
+            self._buffer_sync.sync(from_highest=self._join_config.enable)
+        if self._join_config.enable and self._gradients.hook is not None:
+            self._reduces_now(self.require_backward_grad_sync)
+
     @untraced
     def _after_forward(self, output: Any) -> Any:
-        synchronised = torch.is_grad_enabled() and self.require_backward_grad_sync
-        if synchronised:
-            self._gradients.after_forward(output)
-        self.require_forward_param_sync = synchronised
+        if torch.is_grad_enabled():
+            self.require_forward_param_sync = self.require_backward_grad_sync
+            self._gradients.after_forward(output, synchronised=self.require_backward_grad_sync)
         return output
 
     def _syncs_buffers(self) -> bool:

@@ -12,7 +12,7 @@ import sys
 import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -34,13 +34,15 @@ class _Actions(dict[int, Callable[[], None]]):
 class EndOfBackward:
     """Runs an action after the last node of a backward pass, in its thread; the pass returns then.
 
+    The action gets the node that was running when it was armed; the pass alone holds that.
+
     Arm it from inside of the pass. Of passes inside of a pass (reentrant checkpoints) the first one that arms counts:
     arm in the first node for the outermost. A pass that fails disarms.
     """
 
     _numbers = itertools.count()
 
-    def __init__(self, action: weakref.WeakMethod[Callable[[], None]]) -> None:
+    def __init__(self, action: weakref.WeakMethod[Callable[[Any], None]]) -> None:
         self.number = next(EndOfBackward._numbers)  # The order in which they were made is the same on all ranks
         self._action = action
         self._pass: weakref.ref[_Actions] | None = None
@@ -57,14 +59,14 @@ class EndOfBackward:
                 # The engine alone holds them: they are gone when the pass has failed.
                 actions = _passes[task] = _Actions()
                 _engine.queue_callback(actions)
-            actions[self.number] = self._run
+            actions[self.number] = partial(self._run, torch._C._current_autograd_node())
             self._pass = weakref.ref(actions)
 
-    def _run(self) -> None:
+    def _run(self, node: Any) -> None:
         self._pass = None
         action = self._action()
         if action is not None:
-            action()
+            action(node)
 
 
 _passes: weakref.WeakValueDictionary[int, _Actions] = weakref.WeakValueDictionary()
@@ -75,6 +77,37 @@ _engine: Any = torch.autograd.Variable._execution_engine
 def is_inside_backward() -> bool:
     """Whether the calling thread is in a backward pass: a checkpoint computes its forward again there."""
     return torch._C._current_graph_task_id() != -1
+
+
+_AccumulateGrad: Any = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
+
+
+def will_reach(node: Any) -> bool:
+    """Whether the pass under way runs this AccumulateGrad node: autograd.grad() does not, backward(inputs=...) some."""
+    try:
+        return torch._C._will_engine_execute_node(node)
+    except RuntimeError:
+        # What autograd.grad() was asked for: it returns that gradient and adds it nowhere.
+        return False
+
+
+def adds_all_from(start: Any) -> bool:
+    """Whether the pass under way adds to `.grad` all gradients that it computes beyond this node, and there are some.
+
+    In the pass, or at its end. Visits the graph: for passes that have come by and reached nothing.
+    """
+    seen, left, found = {start}, [start], False
+    while left:
+        for function, _ in left.pop().next_functions:
+            if function is None or function in seen:
+                continue
+            if isinstance(function, _AccumulateGrad):
+                if not will_reach(function):
+                    return False
+                found = True
+            seen.add(function)
+            left.append(function)
+    return found
 
 
 class Collected(_Actions):

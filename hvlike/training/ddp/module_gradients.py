@@ -23,8 +23,15 @@ from hvlike.collectives.session.basics import rank
 from hvlike.collectives.session.context import Context
 from hvlike.errors import DataParallelError, UsageError
 from hvlike.training.ddp.comm_hooks import Hook, HookedReducer
-from hvlike.training.ddp.end_of_backward import Collected, EndOfBackward, collection, is_inside_backward
-from hvlike.training.gradients.grad_state import GradState, Phase
+from hvlike.training.ddp.end_of_backward import (
+    Collected,
+    EndOfBackward,
+    adds_all_from,
+    collection,
+    is_inside_backward,
+    will_reach,
+)
+from hvlike.training.gradients.grad_state import GradState, Phase, reset
 from hvlike.training.gradients.gradients import Gradients
 from hvlike.training.gradients.parameters import temporary_gradients
 from hvlike.training.gradients.reduction import Reducer, Reduction
@@ -49,6 +56,7 @@ class ModuleGradients(Gradients):
     """Gradients that are reduced when backward() returns."""
 
     allows_one_hook = False
+    takes_any_gradient = False
 
     def __init__(
         self,
@@ -74,6 +82,7 @@ class ModuleGradients(Gradients):
         groups = [{"params": list(named_parameters.values())}]
         names = {parameter: name for name, parameter in named_parameters.items()}
         super().__init__(SimpleNamespace(param_groups=groups), reduction, names, 1)
+        reset(self._slots)
 
     def set_static_graph(self) -> None:
         if self._pending or self._under_way or self._missing is not None or self.reducer is not None:
@@ -83,9 +92,10 @@ class ModuleGradients(Gradients):
             )
         self.static_graph = self.find_unused = True
 
-    def before_forward(self) -> None:
-        """Begin a synchronised forward. Collective where the last backward failed; else local."""
-        if is_inside_backward():
+    def before_forward(self, *, synchronised: bool) -> None:
+        """Begin a forward that trains. Collective where the last backward failed, if it is synchronised; else local."""
+        if not synchronised:
+            self._look()
             return
         if self._under_way and self._is_gone():
             # No other rank waits for the rest: hvlike was started anew.
@@ -94,6 +104,7 @@ class ModuleGradients(Gradients):
         if not ended:
             self._complete()
         missing, self._missing = self._missing, None
+        self._look()
         self._pending = True
         if (missing and not self.find_unused) or not ended:
             cause = "" if ended else " Its backward pass was interrupted by an error."
@@ -106,7 +117,10 @@ class ModuleGradients(Gradients):
                 "so all ranks can go on with this iteration."
             )
 
-    def after_forward(self, output: Any) -> None:
+    def after_forward(self, output: Any, *, synchronised: bool) -> None:
+        self._look()
+        if not synchronised:
+            return
         tensor: Any
         for tensor in tensors_in(output):
             if tensor.grad_fn is not None:
@@ -133,37 +147,71 @@ class ModuleGradients(Gradients):
         elif slot.index >= 0:
             self._hand_over(slot, gradient)
 
+    def _look(self) -> None:
+        """Before and after forward: it makes the graph of the parameters that require a gradient then. Local."""
+        if not (self._under_way or is_inside_backward()):
+            super()._follow_changes()
+
+    def _follow_changes(self) -> None:
+        """At the first arrival: what the program changes after its forward is not in the graph. Local."""
+        if self._is_gone():
+            self.refresh()
+
+    def _is_reduced(self, parameter: Tensor) -> bool:
+        """A frozen parameter counts as long as it holds sums of this rank's passes, which an optimizer would use."""
+        return parameter.requires_grad or (parameter in self._holding and parameter.grad is not None)
+
+    def refresh(self) -> None:
+        self._holding = {slot.parameter for slot in self._slots if slot.reached}
+        super().refresh()
+
+    def _replace_slots(self, parameters: list[Tensor]) -> None:
+        known = set(self._slots)
+        super()._replace_slots(parameters)
+        for slot in self._slots:
+            # Nobody has seen where that gradient comes from: it may be this rank's own.
+            slot.reached = slot.reached or (slot not in known and slot.parameter.grad is not None)
+        self._expected = {}
+
     def _is_reducing(self) -> bool:
         """Whether the backward pass under way reduces; its first arrival may come before any output's hook."""
-        if self._end.armed:
-            return True
-        if self._pending:
+        if not self._end.armed:
+            if not self._pending:
+                return False
             self.arm()
+        self._under_way = True
         return self._end.armed
 
     def arm(self) -> None:
+        """A pass comes through an output: it reduces if it adds to `.grad`, as autograd.grad() does not."""
         elsewhere = collection()
         if self._end.armed or (elsewhere is not None and self._collection is elsewhere):
             return
         if self._under_way:
             # An earlier pass has failed half way: other ranks may wait for the rest.
             self._complete()
-        self._under_way = True
         self._collection = elsewhere
         if elsewhere is None:
             self._end.arm()
+            # If it fails before a gradient arrives, other ranks may wait. Reentrant checkpoints show no parameter here.
+            node = self._hooks.node_of(self._slots[-1].parameter) if self._slots else None
+            self._under_way = node is not None and will_reach(node)
         else:
+            self._under_way = True
             elsewhere[self._end.number] = partial(self._reduce_in, elsewhere.gradients)
 
     def _reduce_in(self, gradients: dict[Tensor, Tensor]) -> None:
         parameters: list[Tensor] = self._optimizer.param_groups[0]["params"]
         with temporary_gradients({parameter: gradients.get(parameter) for parameter in parameters}):
             try:
-                self._ended()
+                self._ended(None)
             finally:
                 gradients.update((each, each.grad) for each in parameters if each.grad is not None)
 
-    def _ended(self) -> None:
+    def _ended(self, output: Any) -> None:
+        """The pass has ended; `output` is the node through which it has come. Collective where it reduces; blocks."""
+        if not self._under_way and not (self._slots and output is not None and adds_all_from(output)):
+            return
         twice = self._complete()
         if not twice:
             return
@@ -202,7 +250,7 @@ class ModuleGradients(Gradients):
         arrived = super()._all_arrived()
         unreached: dict[GradState, None] = {}
         if arrived is None:
-            unreached = {slot: None for slot in self._slots if not _is_reached(slot)}
+            unreached = {each: None for each in self._slots if not _is_reached(each) and each.parameter.requires_grad}
         if self._missing is not None:
             unreached = {slot: None for slot in self._missing if slot in unreached}
         self._missing = unreached

@@ -36,15 +36,19 @@ class AdasumDeltas(Gradients):
     ) -> None:
         self._for_scaler: Tensor | None = None  # Stands for a gradient while a GradScaler looks, not in the step
         self._starts: list[Tensor] = []  # Copies, kept: new memory would cost as much as the copy
+        self._is_stepping = False
         super().__init__(optimizer, reduction, names, backward_passes_per_step)
 
     def arrived(self, slot: GradState) -> None:
         """Do nothing: gradients add up on this rank."""
 
     def synchronize(self, call: str = "optimizer.synchronize()") -> None:
-        """Do nothing: gradients are not reduced."""
+        """Reduce nothing; after a closure in step() refuse gradients whose changes will not be reduced."""
         if self.keep_local:
             raise usage_errors.inside_no_sync(call)
+        late = self._late_gradients() if self._is_stepping else None
+        if late is not None:
+            raise late
 
     def prepare_for_scaler(self) -> None:
         """Let all ranks find an infinity where one does, so that all skip the step or none. Collective; blocks."""
@@ -77,18 +81,19 @@ class AdasumDeltas(Gradients):
             return
         self.comparison.updates += 1
         self._remember()
+        self._is_stepping = True
         try:
             yield
         except Exception:
             torch._foreach_copy_(self._values(), self._starts)
             self._reduce_changes(reducer)
             raise
+        finally:
+            self._is_stepping = False
         self._reduce_changes(reducer)
 
     def _is_reduced(self, parameter: Tensor) -> bool:
-        # Optimizers also step on the old gradient of a frozen parameter, which differs between ranks here.
-        wanted = parameter.requires_grad or parameter.grad is not None
-        return wanted and not isinstance(parameter, UninitializedParameter)
+        return super()._is_reduced(parameter) and not isinstance(parameter, UninitializedParameter)
 
     def _check(self, slot: GradState) -> None:
         try:

@@ -72,6 +72,11 @@ class GradientHooks:
         if handle is not None:
             handle.remove()
 
+    def node_of(self, parameter: Tensor) -> Any:
+        """Return the AccumulateGrad node of a parameter that has a hook; None for others."""
+        node, _ = self._attached.get(id(parameter), (None, None))
+        return node
+
     def __contains__(self, parameter: Tensor) -> bool:
         return id(parameter) in self._attached
 
@@ -100,19 +105,22 @@ class GradState:
     dtype: torch.dtype = field(init=False)  # Of the gradient
     device: torch.device = field(init=False)
     is_lazy: bool = field(init=False)  # Made while the parameter had no shape yet (lazy modules)
+    is_frozen: bool = field(init=False)  # Made for a gradient that a frozen parameter holds, and so without a hook
 
     def __post_init__(self) -> None:
         self.dtype = gradient_dtype(self.parameter)
         self.device = self.parameter.device
         self.is_lazy = isinstance(self.parameter, UninitializedParameter)
+        self.is_frozen = not self.parameter.requires_grad
 
     def still_fits(self, parameter: Tensor) -> bool:
-        """True for the same parameter, unless it was moved by `model.to(...)` or initialised since."""
+        """True for the same parameter, unless it was moved by `model.to(...)`, initialised or thawed since."""
         return (
             self.parameter is parameter
             and self.dtype is gradient_dtype(parameter)
             and self.device == parameter.device
             and not (self.is_lazy and not isinstance(parameter, UninitializedParameter))
+            and not (self.is_frozen and parameter.requires_grad)
         )
 
     @property

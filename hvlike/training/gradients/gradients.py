@@ -38,6 +38,7 @@ class Gradients:
     """
 
     allows_one_hook: ClassVar[bool] = True  # Nothing but the reducer needs to know when a gradient arrives
+    takes_any_gradient: ClassVar[bool] = True  # Also what the program has set by hand, of frozen parameters too
 
     def __init__(
         self, optimizer: Any, reduction: Reduction, names: Mapping[Tensor, str], backward_passes_per_step: int
@@ -59,6 +60,7 @@ class Gradients:
         self._waiting: list[GradState] = []
         self._collects = False  # While gradients are reduced: an arrival only has to be noted
         self._watch: ParamGroupDiff | None = None  # None: look thoroughly before the next reduction
+        self._left_out: list[Tensor] = []  # Frozen without a gradient
         self._context: Context | None = None
         self.comparison = Comparison(optimizer)
         self._lock = threading.Lock()
@@ -156,15 +158,24 @@ class Gradients:
             self.refresh()
         self.phase = Phase.REDUCING
         self._collects = False
-        if self._one_hook.slot is not None and self._reduce_seen():
-            self.phase = Phase.SYNCHRONIZED
-            return
-        disturbed = self._reduce()
-        reset(self._slots)
+        late = self._late_gradients() if self._left_out else None
+        disturbed: UsageError | None = None
+        if self._one_hook.slot is None or not self._reduce_seen():
+            disturbed = self._reduce()
+            reset(self._slots)
         self.phase = Phase.SYNCHRONIZED
+        disturbed = disturbed or late
         if disturbed is not None:
             self.phase = Phase.IDLE
             raise disturbed
+
+    def _late_gradients(self) -> UsageError | None:
+        """Return the error for gradients that the step would use, and that came too late to be reduced with others."""
+        late = [parameter for parameter in self._left_out if parameter.grad is not None]
+        if not late:
+            return None
+        names = name_parameters(self._optimizer.param_groups, self.given_names)
+        return usage_errors.came_late([names[each] for each in late])
 
     def join_begins(self, *, divides_by_active: bool) -> None:
         """Have a name and a reducer before the first reduction, so that this rank can follow others. Local."""
@@ -232,9 +243,13 @@ class Gradients:
     def _begin_reducing(self) -> None:
         with self._lock:
             if self.phase is not Phase.REDUCING:
-                if self._is_gone() or self._watch is None or self._watch.sees_change(self._optimizer.param_groups):
-                    self.refresh()
+                self._follow_changes()
                 self.phase = Phase.REDUCING
+
+    def _follow_changes(self) -> None:
+        """See what the program has changed since the last pass. Local."""
+        if self._is_gone() or self._watch is None or self._watch.sees_change(self._optimizer.param_groups):
+            self.refresh()
 
     def _hand_over(self, slot: GradState, gradient: Tensor) -> None:
         if self.phase is not Phase.REDUCING:
@@ -254,13 +269,14 @@ class Gradients:
 
     def refresh(self) -> None:
         """Follow changes of the parameter groups, of requires_grad, and of the running hvlike. Local."""
-        self._watch = ParamGroupDiff(self._optimizer.param_groups)
-        wanted = [
-            parameter
-            for group in self._optimizer.param_groups
-            for parameter in group["params"]
-            if self._is_reduced(parameter)
-        ]
+        groups = self._optimizer.param_groups
+        wanted: list[Tensor] = []
+        left_out: list[Tensor] = []
+        for parameter in (each for group in groups for each in group["params"]):
+            (wanted if self._is_reduced(parameter) else left_out).append(parameter)
+        self._left_out = left_out if self.takes_any_gradient else []
+        held = [parameter for parameter in wanted if not parameter.requires_grad]
+        self._watch = ParamGroupDiff(groups, self._left_out, held)
         if self._is_gone():
             self._drop_reducer()
         same = len(wanted) == len(self._slots) and all(
@@ -274,7 +290,8 @@ class Gradients:
         return self.reducer is not None and not (is_running() and current() is self._context)
 
     def _is_reduced(self, parameter: Tensor) -> bool:
-        return parameter.requires_grad
+        # Optimizers also step on the gradient of a frozen parameter, which may be this rank's own.
+        return parameter.requires_grad or parameter.grad is not None
 
     def _replace_slots(self, parameters: list[Tensor]) -> None:
         names = name_parameters(self._optimizer.param_groups, self.given_names)

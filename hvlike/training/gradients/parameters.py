@@ -9,8 +9,8 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import chain
-from operator import attrgetter, is_, itemgetter
+from itertools import chain, repeat
+from operator import attrgetter, is_, is_not, itemgetter
 from typing import Any, TypeAlias
 from weakref import WeakMethod
 
@@ -160,14 +160,24 @@ def copy_options(sources: Sequence[Mapping[str, Any]], targets: Sequence[dict[st
 
 _params_of: Callable[[Mapping[str, Any]], list[Tensor]] = itemgetter("params")
 _requires_grad: Callable[[Tensor], bool] = attrgetter("requires_grad")
+_dtype_of: Callable[[Tensor], torch.dtype] = attrgetter("dtype")
+_device_of: Callable[[Tensor], torch.device] = attrgetter("device")
+_gradient_of: Callable[[Tensor], Tensor | None] = attrgetter("grad")
 
 
 class ParamGroupDiff:
-    """Whether parameter groups changed. It does not notice a parameter that was moved: its gradient does not arrive."""
+    """Whether a program has changed what is reduced: its parameters, their kind, which of them are trained."""
 
-    def __init__(self, param_groups: Sequence[Mapping[str, Any]]) -> None:
-        self._parameters = _flat_parameters(param_groups)
-        self._flags = list(map(_requires_grad, self._parameters))
+    def __init__(
+        self, param_groups: Sequence[Mapping[str, Any]], left_out: Sequence[Tensor], held: Sequence[Tensor]
+    ) -> None:
+        """Of frozen parameters, left_out: not reduced as long as they have no gradient; held: for the one they have."""
+        self._parameters = parameters = _flat_parameters(param_groups)
+        self._flags = list(map(_requires_grad, parameters))
+        self._dtypes = list(map(_dtype_of, parameters))
+        self._devices = list(map(_device_of, parameters))
+        self._left_out = left_out
+        self._held = held
 
     def sees_change(self, param_groups: Sequence[Mapping[str, Any]]) -> bool:
         parameters = _flat_parameters(param_groups)
@@ -175,6 +185,10 @@ class ParamGroupDiff:
             len(parameters) != len(self._parameters)
             or not all(map(is_, parameters, self._parameters))
             or list(map(_requires_grad, parameters)) != self._flags
+            or list(map(_dtype_of, parameters)) != self._dtypes
+            or list(map(_device_of, parameters)) != self._devices
+            or any(map(is_not, map(_gradient_of, self._left_out), repeat(None)))
+            or any(map(is_, map(_gradient_of, self._held), repeat(None)))
         )
 
 

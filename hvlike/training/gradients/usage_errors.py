@@ -75,6 +75,16 @@ def gradients_disturbed(lost: Sequence[str], replaced: Sequence[str], changed: S
     return UsageError(text + " The reduction was completed, so all ranks can go on with the next backward pass.")
 
 
+def came_late(names: Sequence[str]) -> UsageError:
+    return UsageError(
+        f"Gradients of {list_names(names)} were set after the first gradient of loss.backward() had arrived (with "
+        "op=Adasum, inside of the closure), and their parameters were frozen then. The step would use them, and they "
+        "are not reduced. Set gradients of frozen parameters before loss.backward(), on every rank, or set them to "
+        "None; change requires_grad outside of closures. The reduction of all others was completed, so all ranks can "
+        "go on with the next backward pass."
+    )
+
+
 def inside_no_sync(call: str) -> UsageError:
     return UsageError(
         f"{call} was called inside optimizer.no_sync(), where gradients only accumulate on this rank. Run the last "

@@ -49,7 +49,7 @@ def test_they_follow_the_first_rank(hvd: ModuleType) -> None:
 
 
 def test_when_they_do(hvd: ModuleType) -> None:
-    """In the forward after one that was synchronised, as in torch; not after one in no_sync() or no_grad()."""
+    """In the training forward after one that was synchronised; not after one in no_sync(), nor ever in no_grad()."""
     module = Counting(hvd.rank())
     ddp = DistributedDataParallel(module)
     own = hvd.rank() + 1
@@ -57,9 +57,9 @@ def test_when_they_do(hvd: ModuleType) -> None:
     assert module.count == own
     with torch.no_grad():
         ddp(torch.ones(3))
-    assert module.count == 1 + own
+    assert module.count == 2 * own
     ddp(torch.ones(3)).backward()
-    assert module.count == 1 + 2 * own
+    assert module.count == 2 + own
     with ddp.no_sync():
         ddp(torch.ones(3)).backward()
         assert module.count == 3 + own
@@ -106,9 +106,26 @@ def test_batch_norm_ends_alike(hvd: ModuleType) -> None:
     ddp = DistributedDataParallel(module)
     for _ in range(3):
         ddp(torch.randn(5, 2, 3)).square().mean().backward()
-    with torch.no_grad():
-        ddp.eval()(torch.randn(5, 2, 3))
+    ddp.eval()(torch.randn(5, 2, 3))
     assert same_on_all_ranks([module[1].running_mean, module[1].running_var])
+
+
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("in_join", [False, True])
+def test_an_evaluation_on_one_rank(hvd: ModuleType, context: type, in_join: bool) -> None:
+    """In the middle of training, also in a Join context, also with a communication hook of the user."""
+    module = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    ddp = DistributedDataParallel(module)
+    ddp.register_comm_hook(None, lambda _, bucket: hvd.allreduce_async(bucket.buffer(), name=f"b{bucket.index()}"))
+    with ddp.join(enable=in_join):
+        for step in range(3):
+            ddp.zero_grad()
+            ddp(torch.randn(4, 3)).square().sum().backward()
+            if hvd.rank() == step % hvd.size():
+                with context():
+                    ddp.eval()(torch.randn(4, 3))
+                ddp.train()
+    assert same_on_all_ranks([each.grad for each in module.parameters()])
 
 
 @pytest.mark.mpi(min_size=2)
