@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from hvlike.errors import UsageError
+from hvlike.observe.looking import only_looks
 
 _CLOSING = b"\n]}\n"
 
@@ -34,7 +35,7 @@ class TraceFile:
         self._max_bytes = max_bytes
         self._descriptor = _open(path, os.O_TRUNC)
         head = json.dumps({"displayTimeUnit": "ms", "otherData": dict(about), "traceEvents": []}).encode()
-        start = head.removesuffix(b"]}") + b"\n" + json.dumps(first).encode()
+        start = head.removesuffix(b"]}") + b"\n" + _text_of(first)
         os.pwrite(self._descriptor, start + _CLOSING, 0)
         self._size = len(start)
 
@@ -43,10 +44,10 @@ class TraceFile:
 
         Raises: OSError, if the disk is full for example. The file stays as it was.
         """
-        block = b"".join(b",\n" + json.dumps(event).encode() for event in events)
+        block = b"".join(b",\n" + _text_of(event) for event in events)
         fits = self._size + len(block) + len(_CLOSING) <= self._max_bytes
         if not fits:
-            block = b",\n" + json.dumps(last).encode()
+            block = b",\n" + _text_of(last)
         data = block + _CLOSING
         try:
             written = os.pwrite(self._descriptor, data, self._size)
@@ -61,6 +62,24 @@ class TraceFile:
 
     def close(self) -> None:
         os.close(self._descriptor)
+
+
+@only_looks(b"{}")
+def _text_of(event: Mapping[str, Any]) -> bytes:
+    """An event as JSON; what a program has named or passed in it may be anything that is no plain value."""
+    return json.dumps(event, default=_name_of).encode()
+
+
+def _name_of(value: object) -> int | float | str:
+    """For what JSON does not know: numbers of numpy as such, of others the name of the type."""
+    found = _number_of(value)
+    return f"<{type(value).__qualname__}>" if found is None else found
+
+
+@only_looks(None)
+def _number_of(value: Any) -> int | float | None:
+    item = value.item()
+    return item if isinstance(item, int | float) else None
 
 
 def check_writable(path: str, rank: int) -> None:

@@ -12,6 +12,7 @@ The results of training stay the same to the last bit: the sizes only say what t
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Sequence
@@ -30,9 +31,10 @@ from hvlike.collectives.requests.plan import BucketSizes
 from hvlike.collectives.requests.process_set import ProcessSet
 from hvlike.collectives.session.context import current
 from hvlike.config import Config
-from hvlike.errors import UsageError
 from hvlike.observe import printing
 from hvlike.training.gradients.planned_reducer import PlannedReducer
+
+_log = logging.getLogger("hvlike")
 
 BUCKET_BYTES = tuple(mebibytes << 20 for mebibytes in (1, 2, 4, 8, 16, 32, 64, 128))
 FIRST_SHARES = (1, 4, 16)  # How many times smaller the first bucket may be, so that communication starts earlier
@@ -212,14 +214,10 @@ class TuningReport:
     """Writes the CSV file, the line with the best setting and the settings file; on the first rank of the set."""
 
     def __init__(self, log: str | None, file: str | None) -> None:
-        """Raises UsageError when a file cannot be written, before any time is spent on tuning."""
-        self._log = log
-        self._file = file
+        """A file that cannot be written is said now, before any time is spent on tuning."""
         self._samples = 0
-        if log is not None:
-            _write("HVLIKE_AUTOTUNE_LOG", log, ",".join(COLUMNS) + "\n", "w")
-        if file is not None:
-            _write("HVLIKE_AUTOTUNE_FILE", file, "", "a")
+        self._log = log and _write("HVLIKE_AUTOTUNE_LOG", log, ",".join(COLUMNS) + "\n", "w")
+        self._file = file and _write("HVLIKE_AUTOTUNE_FILE", file, "", "a")
 
     def sample(self, choice: Choice, seconds: float, *, warmup: bool) -> None:
         self._samples += 1
@@ -227,7 +225,8 @@ class TuningReport:
             return
         values = (self._samples, int(warmup), choice.bucket_bytes, choice.first_bucket_bytes)
         times = (f"{choice.cycle_microseconds / 1000:g}", f"{seconds:.9f}")
-        _write("HVLIKE_AUTOTUNE_LOG", self._log, ",".join([*map(str, values), *times]) + "\n", "a")
+        line = ",".join([*map(str, values), *times]) + "\n"
+        self._log = _write("HVLIKE_AUTOTUNE_LOG", self._log, line, "a")
 
     def winner(self, choice: Choice, seconds: float, start_seconds: float) -> None:
         size, first, cycle = choice.bucket_bytes, choice.first_bucket_bytes, f"{choice.cycle_microseconds / 1000:g}"
@@ -242,12 +241,15 @@ class TuningReport:
             _write("HVLIKE_AUTOTUNE_FILE", self._file, f"# {found}\n{lines}", "w")
 
 
-def _write(knob: str, path: str, text: str, mode: str) -> None:
+def _write(knob: str, path: str, text: str, mode: str) -> str | None:
+    """Return the path to go on with, None where it cannot be written: that ends the report, not the training."""
     try:
         with Path(path).open(mode) as file:
             file.write(text)
     except OSError as error:
-        raise UsageError(f"{knob}={path}: the file cannot be written: {error}.") from None
+        _log.warning("%s=%s: the file cannot be written: %s. Nothing more is written there.", knob, path, error)
+        return None
+    return path
 
 
 FIRST_NAME = "DistributedOptimizer.noname.0"  # The name of the first optimizer that reduces in a process set

@@ -26,6 +26,7 @@ from hvlike.collectives.requests.process_set import ProcessSet
 from hvlike.collectives.requests.request import synchronize
 from hvlike.collectives.session.basics import rank
 from hvlike.errors import MismatchError, ShapeMismatchError, UsageError
+from hvlike.training.gradients.checksums import is_plain
 from hvlike.training.gradients.optimizer_wrapper import DelegatingOptimizer
 
 
@@ -54,6 +55,9 @@ class _Packer(pickle.Pickler):
             return None
         if obj in self.known:
             return "known", self.known[obj]
+        if not is_plain(obj):
+            # Sparse or quantized: it travels pickled, as torch does that.
+            return None
         return "tensor", self.tensors.setdefault(obj, len(self.tensors))
 
 

@@ -14,12 +14,14 @@ from importlib.util import find_spec
 from types import TracebackType
 from typing import Any, Generic, TypeVar, overload
 
+import torch
 from torch import Tensor
 
 from hvlike.collectives.api.statistics import metrics_of
 from hvlike.collectives.session.context import current, is_running
 from hvlike.errors import UsageError
 from hvlike.observe import printing
+from hvlike.observe.looking import only_looks
 from hvlike.transport.host.parents import columns_of_terminal
 
 T = TypeVar("T")
@@ -204,8 +206,8 @@ def _bar(iterable: Iterable[Any] | None, desc: str | None, total: float | None, 
     if find_spec("tqdm") is None:
         logger.info("progress shows no bar: tqdm is not installed (pip install tqdm).")
         return None
-    if total is None and hasattr(iterable, "__len__"):
-        total = len(iterable)  # type: ignore[arg-type]
+    if total is None:
+        total = _length_of(iterable)
     tqdm = import_module("tqdm").tqdm
     given = {"ncols": columns, **options}
     try:
@@ -219,13 +221,34 @@ def _bar(iterable: Iterable[Any] | None, desc: str | None, total: float | None, 
         return None
 
 
+@only_looks(None)
+def _length_of(iterable: Any) -> int | None:
+    """Of a DataLoader over an iterable dataset nobody knows it: it has a __len__ that raises."""
+    return len(iterable)
+
+
 def _number(name: str, value: float | Tensor) -> float | Tensor:
     """Return a value to add up; a tensor on a device stays there."""
+    found = _read(value)
+    if found is None:
+        what = type(value).__name__
+        if isinstance(value, Tensor):
+            what = f"tensor of shape {_shape_of(value)}"
+        raise UsageError(f"progress: {name} is a {what}, expected one element or a number: take its mean.")
+    return found
+
+
+@only_looks(None)
+def _read(value: float | Tensor) -> float | Tensor | None:
     if not isinstance(value, Tensor):
         return float(value)
     if value.numel() != 1:
-        raise UsageError(
-            f"progress: {name} is a tensor of shape {tuple(value.shape)}, expected one element: take its mean."
-        )
-    value = value.detach().reshape(())
-    return float(value) if value.device.type == "cpu" else value.float()
+        return None
+    dense = value.detach() if value.layout is torch.strided else value.detach().to_dense()
+    dense = dense.reshape(())
+    return float(dense) if dense.device.type == "cpu" else dense.float()
+
+
+@only_looks("unknown")
+def _shape_of(value: Tensor) -> str:
+    return str(tuple(value.shape))

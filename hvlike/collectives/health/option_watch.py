@@ -16,6 +16,7 @@ from typing import Any, TypeAlias
 from weakref import WeakMethod
 
 from hvlike.collectives.requests.plan import Options, find_difference
+from hvlike.observe.looking import only_looks
 from hvlike.transport.world import Group
 
 logger = logging.getLogger("hvlike")
@@ -47,8 +48,7 @@ class OptionWatch:
         self._lock = threading.Lock()
 
     def read(self, *, at_end: bool = False) -> Options:
-        read = self._read()
-        return () if read is None else read(at_end)
+        return _read(self._read, at_end)
 
     def begin(self, plan: int, agreed: Options, options: Options) -> None:
         """A plan was agreed, by ranks of which the first has proposed these options and this one those."""
@@ -117,6 +117,12 @@ class OptionWatch:
             self._ranks[0],
             self._ranks[0],
         )
+
+
+@only_looks(())
+def _read(reader: WeakMethod[ReadOptions], at_end: bool) -> Options:
+    read = reader()
+    return () if read is None else read(at_end)
 
 
 def _keep(looks: dict[int, Options], step: int, options: Options) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import cached_property
 from weakref import WeakMethod
 
 import torch
@@ -42,13 +43,19 @@ class BufferSync:
 
     def __init__(self, process_set: ProcessSet | None, find: WeakMethod[Find]) -> None:
         """Local. `find` returns the buffers of now with their names: a module may replace them."""
+        self._process_set = process_set
         self._find = find
         self._packing: Packing | None = None
+
+    @cached_property
+    def _queue(self) -> PlannedQueue:
+        """Made at its first use: buffers that are left to each rank may be of any kind."""
         buffers = self._buffers()
         described = {f"shape and dtype of buffer {name!r}": str(TensorForm.of(each)) for name, each in buffers.items()}
         device = gpu_of(buffers.values())
-        self._queue = PlannedQueue("DistributedDataParallel buffers", process_set, described, device=device)
-        self._queue.stand_in = lambda: self._job(active=False)
+        queue = PlannedQueue("DistributedDataParallel buffers", self._process_set, described, device=device)
+        queue.stand_in = lambda: self._job(active=False)
+        return queue
 
     def _buffers(self) -> dict[str, Tensor]:
         find = self._find()

@@ -14,13 +14,14 @@ import zlib
 from collections.abc import Mapping, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from hvlike.collectives.api.allreduce import allreduce
 from hvlike.collectives.api.objects import allgather_object
 from hvlike.collectives.requests.reduction import Max
 from hvlike.collectives.session.basics import rank
 from hvlike.errors import MismatchError
+from hvlike.training.gradients.checksums import checksum_of
 
 logger = logging.getLogger("hvlike")
 
@@ -71,13 +72,6 @@ class CommitCheck:
                 "elastic: commit %d: %s. After an error or a lost rank all start from those of rank 0", commit, differs
             )
         self._warned = True
-
-
-def checksum_of(tensor: Tensor) -> int:
-    """Return the CRC-32 of a tensor's elements, row by row; 0 for a kind of tensor that has no plain memory."""
-    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
-        return 0
-    return zlib.crc32(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
 
 
 def describe_difference(names: Sequence[str], checksums: Sequence[Sequence[int]]) -> str:

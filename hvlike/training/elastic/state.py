@@ -31,6 +31,7 @@ from hvlike.training.elastic.local_state import (
     has_common_state,
     may_be_lost,
 )
+from hvlike.training.gradients.checksums import is_plain
 
 if TYPE_CHECKING:
     from hvlike.training.elastic.durable import DurableCommits
@@ -196,9 +197,9 @@ def _sync_part(name: str, value: Any) -> None:
         processed = {index for each in states if each["epoch"] == epoch for index in each["processed_indices"]}
         value.load_state_dict({"epoch": epoch, "processed_indices": processed})
     elif isinstance(value, nn.Module):
-        # Tensors in place, other entries of the state dict as objects.
+        # Tensors in place, other entries of the state dict as objects, sparse ones too.
         state = value.state_dict()
-        tensors = {key: each for key, each in state.items() if isinstance(each, Tensor)}
+        tensors = {key: each for key, each in state.items() if isinstance(each, Tensor) and is_plain(each)}
         broadcast_parameters(tensors, root_rank=0)
         others = {key: each for key, each in state.items() if key not in tensors}
         others = broadcast_object(others, root_rank=0, name=name)

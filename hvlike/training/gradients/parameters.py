@@ -1,11 +1,10 @@
 """The parameters of an optimizer: names, groups that are reduced together, options, and whether they have changed.
 
-Pure functions but for `value_checksums` and `gpu_of`, which look at the tensors.
+Pure functions but for `gpu_of`, which looks at the tensors.
 """
 
 from __future__ import annotations
 
-import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,6 +20,8 @@ from torch.optim import Optimizer
 from hvlike.backends.cuda.runtime import kind_of
 from hvlike.collectives.requests.plan import Options
 from hvlike.errors import UsageError
+from hvlike.observe.looking import only_looks
+from hvlike.training.gradients.checksums import is_plain, value_checksums
 from hvlike.training.gradients.planned_reducer import PlannedReducer
 from hvlike.training.gradients.usage_errors import warn_user
 
@@ -131,6 +132,10 @@ def options_of(groups: Sequence[Mapping[str, Any]]) -> GroupOptions:
     return [{key: value for key, value in group.items() if key not in _OF_PARAMETERS} for group in groups]
 
 
+_PLAIN: tuple[Any, ...] = (bool, int, float, str, type(None))
+
+
+@only_looks(())
 def describe_options(groups: Sequence[Mapping[str, Any]]) -> Options:
     """Return what has to be equal on all ranks, as text: numbers, switches and names in host memory."""
     return tuple(
@@ -138,17 +143,22 @@ def describe_options(groups: Sequence[Mapping[str, Any]]) -> Options:
         for number, group in enumerate(options_of(groups))
         for key, value in group.items()
         for text in [_text_of(value)]
-        if text is not None
+        if text is not None and isinstance(key, str)
     )
 
 
+@only_looks(None)
 def _text_of(value: object) -> str | None:
+    """Their own types' text of numbers and strings: subclasses may say what they like."""
     if isinstance(value, Tensor):
-        return repr(value.item()) if value.numel() == 1 and not kind_of(value.device) else None
+        return repr(value.item()) if value.numel() == 1 and is_plain(value) and not kind_of(value.device) else None
     if isinstance(value, tuple | list):
         parts = [_text_of(each) for each in value]
         return f"({', '.join(part for part in parts if part is not None)})"
-    return repr(value) if isinstance(value, bool | int | float | str | None) else None
+    for kind in _PLAIN:
+        if isinstance(value, kind):
+            return str(kind.__repr__(value))
+    return None
 
 
 def copy_options(sources: Sequence[Mapping[str, Any]], targets: Sequence[dict[str, Any]]) -> None:
@@ -194,26 +204,6 @@ class ParamGroupDiff:
 
 def _flat_parameters(param_groups: Sequence[Mapping[str, Any]]) -> list[Tensor]:
     return list(chain.from_iterable(map(_params_of, param_groups)))
-
-
-_SAMPLE = 16  # Elements of each in its checksum: initialisation, or a checkpoint on one rank, changes them all
-
-
-def value_checksums(parameters: Sequence[Tensor]) -> tuple[int, ...]:
-    """Return a checksum of the first elements of each parameter. Local; waits once for each device."""
-    numbers = [0] * len(parameters)
-    kinds: dict[tuple[torch.device, torch.dtype], list[int]] = {}
-    for index, each in enumerate(parameters):
-        kinds.setdefault((each.device, each.dtype), []).append(index)
-    for indices in kinds.values():
-        samples = [parameters[index].detach().reshape(-1)[:_SAMPLE] for index in indices]
-        together = torch.cat(samples).cpu().view(torch.uint8).numpy().tobytes()
-        start = 0
-        for index, sample in zip(indices, samples, strict=True):
-            end = start + sample.numel() * sample.element_size()
-            numbers[index] = zlib.crc32(together[start:end])
-            start = end
-    return tuple(numbers)
 
 
 def gpu_of(tensors: Iterable[Tensor]) -> torch.device | None:

@@ -22,8 +22,8 @@ from hvlike.collectives.requests.process_set import ProcessSet
 from hvlike.collectives.requests.reduction import Average, Max, Operand, arithmetic_of, is_dense, row_by_row
 from hvlike.collectives.requests.request import order_in_memory
 from hvlike.errors import UsageError, WrongTypeError
+from hvlike.training.gradients.checksums import value_checksums
 from hvlike.training.gradients.grad_state import gradient_dtype
-from hvlike.training.gradients.parameters import value_checksums
 from hvlike.training.gradients.planned_queue import Packing
 from hvlike.transport.loop.coroutine import Coroutine
 
@@ -114,8 +114,7 @@ def warn_if_gradients_differ(
     name: str, gradients: Sequence[Tensor | None], process_set: ProcessSet | None, *, warns: bool
 ) -> None:
     """Compare the dense gradients of the ranks. Collective; blocks. For ranks outside of a Join context."""
-    dense = [each for each in gradients if each is not None and not each.is_sparse]
-    mine = zlib.crc32(repr(value_checksums(dense)).encode())
+    mine = zlib.crc32(repr(value_checksums([each for each in gradients if each is not None])).encode())
     extremes = torch.tensor([mine, -mine], dtype=torch.int64, device="cpu")
     both = allreduce(extremes, op=ReduceOp.MAX, name=f"{name}.are gradients equal", process_set=process_set)
     highest, lowest = both.tolist()

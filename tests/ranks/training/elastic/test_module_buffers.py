@@ -173,3 +173,16 @@ def test_a_checkpoint_from_before_buffers_were_saved_is_loaded(
     save_all(folder, 1, {"model": model, "step": STEPS})
     restarted({"HVLIKE_CHECKPOINT_DIR": str(folder)})
     assert same(trained(hvd, []), statistics(model))
+
+
+def test_sparse_buffers(hvd: ModuleType) -> None:
+    """They go back, too, and come from rank 0 at the start."""
+    model = nn.Linear(2, 2)
+    model.register_buffer("adjacency", torch.eye(2).to_sparse() * (hvd.rank() + 1))
+    state = hvd.elastic.TorchState(model=model, epoch=0)
+    state.sync()
+    assert torch.equal(model.adjacency.to_dense(), torch.eye(2))
+    state.commit()
+    model.adjacency.mul_(5)
+    state.restore()
+    assert torch.equal(model.adjacency.to_dense(), torch.eye(2))
