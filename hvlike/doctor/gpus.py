@@ -19,17 +19,18 @@ from hvlike.transport.host.mpi_library import mapped_files
 if TYPE_CHECKING:
     from hvlike.doctor.job import Case
 
-_DRIVER = Path("/proc/driver/nvidia/version")
-_INSTALL = "Install a torch that was built with CUDA (https://pytorch.org/get-started/locally)."
+_DRIVERS = (Path("/proc/driver/nvidia/version"), Path("/sys/module/amdgpu/version"))
+_VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
+_INSTALL = "Install a torch that was built for the GPUs (https://pytorch.org/get-started/locally)."
 _UPDATE = f"Update the driver, or: {_INSTALL}"
 
 
 @dataclass(frozen=True)
 class Gpus:
     devices: tuple[str, ...]  # Name and memory of each that torch can use
-    driver: str | None  # The version of the kernel's driver; None: there is none
+    driver: str | None  # The version of the kernel's driver, NVIDIA's or AMD's; None: there is none
     driver_cuda: int | None  # The newest CUDA that the driver serves, as 12040; None: unknown
-    visible: str | None  # CUDA_VISIBLE_DEVICES
+    visible: str | None  # CUDA_VISIBLE_DEVICES=..., or AMD's variables; None: none is set
     wrong: str | None  # What torch says where it cannot use them though it was built to
 
 
@@ -37,7 +38,7 @@ def collect_gpus() -> Gpus:
     """Ask the driver and torch, which starts CUDA: call it in a child process."""
     wrong = None
     devices: tuple[str, ...] = ()
-    if torch.version.cuda is not None:
+    if torch.version.cuda is not None or torch.version.hip is not None:
         try:
             found = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
             devices = tuple(f"{each.name}, {each.total_memory / 2**30:.0f} GiB" for each in found)
@@ -45,11 +46,13 @@ def collect_gpus() -> Gpus:
                 torch.zeros(1, device="cuda")
         except RuntimeError as error:
             wrong = str(error).splitlines()[0]
-    return Gpus(devices, driver_version(_DRIVER), _driver_cuda(), os.environ.get("CUDA_VISIBLE_DEVICES"), wrong)
+    driver = next((version for each in _DRIVERS if (version := driver_version(each)) is not None), None)
+    visible = " ".join(f"{name}={os.environ[name]}" for name in _VISIBLE if name in os.environ)
+    return Gpus(devices, driver, _driver_cuda(), visible or None, wrong)
 
 
 def driver_version(file: Path) -> str | None:
-    """From a line as "NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue ..."."""
+    """From a line as "NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue ...", or AMD's "6.12.12"."""
     try:
         words = file.read_text().split()
     except OSError:
@@ -71,36 +74,40 @@ class NcclState:
     """NCCL in a process that has loaded torch and CuPy."""
 
     facts: NcclFacts
-    loaded: tuple[str, ...]  # Every libnccl that is in the memory of the process: more than one are two copies
+    loaded: tuple[
+        str, ...
+    ]  # Every libnccl or librccl that is in the memory of the process: more than one are two copies
 
 
 def collect_nccl_state() -> NcclState:
     """Load CuPy where it is installed: call it in a child process. Starts no GPU."""
-    return NcclState(describe(), tuple(mapped_files("/libnccl.so")))
+    return NcclState(describe(), tuple(mapped_files("/libnccl.so", "/librccl.so")))
 
 
 def check_gpu(case: Case, finding: Finding) -> None:
     firsts = [case.ranks[node[0]] for node in case.nodes]
-    seen = [(each.host, known(each.gpus), known(each.software).torch_cuda) for each in firsts]
+    seen = [(each.host, known(each.gpus), known(each.software)) for each in firsts]
     if all(gpus.driver is None and not gpus.devices for _, gpus, _ in seen):
-        torch_cuda = seen[0][2]
-        built_with = "" if torch_cuda is None else f", though torch was built with CUDA {torch_cuda}"
-        raise Skipped(f"no NVIDIA driver{built_with}: tensors stay on the CPU")
-    for host, gpus, torch_cuda in seen:
+        built_for = seen[0][2].torch_gpus
+        though = f", though torch was built for {built_for}" if built_for else ""
+        raise Skipped(f"no driver of NVIDIA or AMD{though}: tensors stay on the CPU")
+    for host, gpus, software in seen:
         where = f"{host}: " if len(seen) > 1 else ""
         finding.note(f"{where}driver {gpus.driver or 'unknown'}", *(where + device for device in gpus.devices))
         if gpus.visible is not None:
-            finding.note(f"{where}CUDA_VISIBLE_DEVICES={gpus.visible}")
-        if torch_cuda is None:
+            finding.note(f"{where}{gpus.visible}")
+        if not software.torch_gpus:
             finding.warn(f"{where}torch was built for the CPU and does not see the GPUs", _INSTALL)
             continue
         if gpus.wrong is not None:
             finding.fail(f"{where}torch cannot use them: {gpus.wrong}", _UPDATE)
         elif not gpus.devices:
-            finding.warn(f"{where}torch sees no GPU", "Look at CUDA_VISIBLE_DEVICES, and at the container's --gpus.")
+            advice = f"Look at {', '.join(_VISIBLE)}, and at the container's --gpus or --device."
+            finding.warn(f"{where}torch sees no GPU", advice)
         # A driver serves all versions of CUDA up to its own, and newer ones of the same major version.
-        if gpus.driver_cuda is not None and gpus.driver_cuda // 1000 < numbers(torch_cuda)[0]:
-            text = f"{where}the driver serves CUDA up to {in_cuda(gpus.driver_cuda)}, torch wants {torch_cuda}"
+        wanted = software.torch_cuda
+        if wanted and gpus.driver_cuda is not None and gpus.driver_cuda // 1000 < numbers(wanted)[0]:
+            text = f"{where}the driver serves CUDA up to {in_cuda(gpus.driver_cuda)}, torch wants {wanted}"
             finding.fail(text, _UPDATE)
 
 
@@ -135,7 +142,9 @@ def check_nccl(case: Case, finding: Finding) -> None:
     if not gpus.devices:
         raise Skipped("no GPU: NCCL has nothing to do", *(finding.found if cupy else ()))
     if len(cupy) > 1:
-        advice = "Uninstall all of them, then install the one of your CUDA: `pip install hvlike[cuda12]` or [cuda13]."
+        advice = (
+            "Uninstall all of them, then install the one of your torch: `pip install hvlike[cuda12]`, [cuda13], [rocm]."
+        )
         finding.fail("several distributions of CuPy overwrite each other's files", advice)
     if not facts.version:
         advice = "Until then CUDA tensors travel through host memory, which is slower. docs/gpu.md"

@@ -8,7 +8,7 @@ import sys
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -40,6 +40,7 @@ class Software:
     torch: str
     torch_path: str
     torch_cuda: str | None  # The version of CUDA that torch was built with; None: without
+    torch_gpus: str  # What it was built for: "CUDA 12.9", "ROCm 7.0", "xpu"; empty: for the CPU
     packages: tuple[tuple[str, str], ...]  # Name and version of those that matter here and are installed
     mpi4py_path: str | None
 
@@ -62,9 +63,20 @@ def collect_software() -> Software:
         torch=str(torch.__version__),
         torch_path=str(Path(torch.__file__).parent),
         torch_cuda=torch.version.cuda,
+        torch_gpus=_gpus_of_torch(),
         packages=tuple((name, version) for name, version in packages.items() if version is not None),
         mpi4py_path=None if mpi4py is None or mpi4py.origin is None else str(Path(mpi4py.origin).parent),
     )
+
+
+def _gpus_of_torch() -> str:
+    if torch.version.hip is not None:
+        return f"ROCm {torch.version.hip}"
+    if torch.version.cuda is not None:
+        return f"CUDA {torch.version.cuda}"
+    accelerator: Any = getattr(torch, "accelerator", None)
+    built_for = None if accelerator is None else accelerator.current_accelerator()
+    return "" if built_for is None else str(built_for.type)
 
 
 def _version(package: str) -> str | None:
@@ -91,7 +103,7 @@ def check_python(case: Case, finding: Finding) -> None:
 def check_torch(case: Case, finding: Finding) -> None:
     software = known(case.me.software)
     numpy = software.version("numpy")
-    built = f"built with CUDA {software.torch_cuda}" if software.torch_cuda else "built for the CPU"
+    built = f"built for {software.torch_gpus or 'the CPU'}"
     finding.note(f"torch {software.torch}, {built}, {software.torch_path}", f"numpy {numpy}")
     _check_age(finding, "torch", software.torch)
     _check_age(finding, "numpy", numpy)

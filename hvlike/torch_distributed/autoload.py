@@ -26,12 +26,21 @@ def register() -> None:
 
         if dist.is_available() and not hasattr(dist.Backend, BACKEND_NAME.upper()):
             _set_rank_variables()
-            dist.Backend.register_backend(BACKEND_NAME, _create, extended_api=True, devices=["cpu", "cuda"])
+            dist.Backend.register_backend(BACKEND_NAME, _create, extended_api=True, devices=_devices())
             backend: Any = dist.Backend
             backend._plugins = _Plugins(backend._plugins)
             _extend_rendezvous()
     except Exception as error:
         _warn(error)
+
+
+def _devices() -> list[str]:
+    """The kinds of devices whose tensors the backend takes: also what this torch was built for, such as XPUs."""
+    import torch
+
+    accelerator: Any = getattr(torch, "accelerator", None)
+    built_for = None if accelerator is None else accelerator.current_accelerator()
+    return list(dict.fromkeys(["cpu", "cuda", *([] if built_for is None else [built_for.type])]))
 
 
 class _Plugins(dict[str, Any]):

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from hvlike.backends.arithmetic.reduce_op import AnyOp, BitwiseOp, ReduceOp, check_supported
 from hvlike.backends.base import PreparedReduction
+from hvlike.backends.cuda.runtime import KINDS
 from hvlike.backends.op_queue import Job
 from hvlike.collectives.requests.reduction import Reduction, prepare_one
 from hvlike.collectives.session.context import current
@@ -262,7 +263,8 @@ class ProcessGroup(_ProcessGroupBase):
 
     @property
     def _device_types(self) -> list[torch.device]:
-        return [torch.device("cpu"), *([torch.device("cuda")] if torch.cuda.is_available() else [])]
+        here = [kind for kind in KINDS if torch.get_device_module(kind).is_available()]
+        return [torch.device(kind) for kind in ("cpu", *here)]
 
     def _get_backend(self, device: torch.device) -> ProcessGroup:
         return self

@@ -4,7 +4,8 @@ A call puts kernels into the stream and returns; nothing waits. What NCCL cannot
 with factors, products of complex numbers, int16) goes through host memory.
 
 CuPy's `cupy.cuda.nccl` calls the libnccl.so.2 that the process has loaded already, where there is one: torch is
-imported first, so it is torch's. Its calls take addresses and release the interpreter's lock.
+imported first, so it is torch's. Its calls take addresses and release the interpreter's lock. CuPy for ROCm calls RCCL
+under the same names.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ from hvlike.transport.memory.dtypes import Kind
 ID_BYTES = 128
 FINISH_SECONDS = 10.0  # How long a healthy communicator may take to end what is in flight
 
-_DISTRIBUTIONS = ("cupy-cuda12x", "cupy-cuda13x", "cupy-cuda11x", "cupy")
+_DISTRIBUTIONS = ("cupy-cuda12x", "cupy-cuda13x", "cupy-cuda11x", "cupy-rocm-7-0", "cupy-rocm-6-0", "cupy")
+_LIBRARY = "librccl.so" if torch.version.hip else "libnccl.so"  # AMD's has the same functions
 # NCCL_SUM and so on, NCCL_INT8 and so on.
 _OPS = ("sum", "avg", "min", "max", "prod")
 _DTYPES = ("int8", "uint8", "int32", "int64", "float16", "bfloat16", "float32", "float64")
@@ -145,7 +147,7 @@ def load() -> Nccl:
     """NCCL, if CuPy has it here. Raises: ImportError, RuntimeError, with the reason."""
     module = importlib.import_module("cupy.cuda.nccl")
     if not getattr(module, "available", True):
-        raise ImportError("cupy.cuda.nccl finds no libnccl.so.2")
+        raise ImportError(f"cupy.cuda.nccl finds no {_LIBRARY}")
     return Nccl(module)
 
 
@@ -155,10 +157,10 @@ def describe() -> NcclFacts:
     try:
         version, missing = load().version, ""
     except Exception as error:
-        cuda = (torch.version.cuda or "12").split(".")[0]
+        extra = "rocm" if torch.version.hip else f"cuda{(torch.version.cuda or '12').split('.')[0]}"
         reason = f"CuPy {cupy} is installed, but {error}" if cupy else "CuPy is not installed"
-        version, missing = 0, f"{reason}: pip install hvlike[cuda{cuda}]"
-    return NcclFacts(cupy, version, missing, next(iter(mapped_files("/libnccl.so")), ""), theirs)
+        version, missing = 0, f"{reason}: pip install hvlike[{extra}]"
+    return NcclFacts(cupy, version, missing, next(iter(mapped_files(f"/{_LIBRARY}")), ""), theirs)
 
 
 def _installed_cupy() -> str:

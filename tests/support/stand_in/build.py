@@ -9,8 +9,8 @@ import torch
 SOURCE = Path(__file__).parent / "device.cpp"
 
 
-def build(folder: Path) -> Path | str:
-    """The library, made in `folder`; or why it cannot be made here, in words."""
+def build(folder: Path, kind: str = "cuda") -> Path | str:
+    """The library, made in `folder`; or why it cannot be made here, in words. kind: "cuda" or "xpu"."""
     compiler = shutil.which("g++") or shutil.which("clang++")
     package = Path(torch.__file__).parent
     headers = package / "include"
@@ -18,12 +18,13 @@ def build(folder: Path) -> Path | str:
         return "no C++ compiler"
     if not headers.is_dir():
         return "this torch has no headers"
-    if torch.version.cuda is not None:
-        return "this torch has CUDA of its own"
-    library = folder / "libstand_in.so"
+    if torch.accelerator.current_accelerator() is not None:
+        return "this torch was built for an accelerator"
+    library = folder / f"libstand_in_{kind}.so"
     command = [
         *(compiler, "-O0", "-std=c++20", "-fPIC", "-shared", "-w"),
-        *(f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}", f"-I{headers}"),
+        *(f"-DSTAND_IN_{kind.upper()}", f"-I{headers}"),
+        f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}",
         *(f"-I{headers / 'torch/csrc/api/include'}", str(SOURCE), "-o", str(library)),
         *(f"-L{package / 'lib'}", "-ltorch_cpu", "-lc10", f"-Wl,-rpath,{package / 'lib'}"),
     ]

@@ -1,4 +1,5 @@
 // A CUDA device that is none, for a torch without CUDA: its memory is memory of the host, its kernels are the CPU's.
+// With -DSTAND_IN_XPU it is an XPU.
 //
 // What it is strict about: the host cannot read its memory (addresses are moved out of reach, whoever follows one ends
 // with a segmentation fault), its tensors do not mix with those of the CPU or of another device, and autograd runs its
@@ -8,6 +9,7 @@
 #include <ATen/SparseTensorImpl.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/detail/CUDAHooksInterface.h>
+#include <ATen/detail/XPUHooksInterface.h>
 #include <ATen/native/SparseTensorUtils.h>
 #include <ATen/ops/_indices_native.h>
 #include <ATen/ops/_reshape_alias_native.h>
@@ -25,6 +27,14 @@
 #include <mutex>
 #include <set>
 
+#ifdef STAND_IN_XPU
+#define KIND XPU
+#define SPARSE_KIND SparseXPU
+#else
+#define KIND CUDA
+#define SPARSE_KIND SparseCUDA
+#endif
+
 namespace {
 
 using at::Tensor;
@@ -39,6 +49,8 @@ constexpr uintptr_t kOutOfReach = uintptr_t(1) << 62;
 thread_local DeviceIndex current_device = 0;
 thread_local c10::StreamId current_stream[kDevices] = {};
 
+bool ours(const Tensor& tensor) { return tensor.device().type() == DeviceType::KIND; }
+
 enum Count { kToHost, kQuestions, kToDevice, kSynchronisations, kCounts };
 std::atomic<long> counts[kCounts];
 
@@ -51,7 +63,7 @@ void release(void* address) { std::free(within_reach(address)); }
 struct DeviceAllocator final : c10::Allocator {
   c10::DataPtr allocate(size_t bytes) override {
     void* address = bytes ? hidden(std::aligned_alloc(512, (bytes + 511) / 512 * 512)) : nullptr;
-    return {address, address, &release, Device(DeviceType::CUDA, current_device)};
+    return {address, address, &release, Device(DeviceType::KIND, current_device)};
   }
   c10::DeleterFnPtr raw_deleter() const override { return &release; }
   void copy_data(void* to, const void* from, size_t bytes) const override {
@@ -89,51 +101,60 @@ struct OnDevice {
 
 // -- what torch asks of a device ------------------------------------------------------------------
 
+#ifdef STAND_IN_XPU
+struct XPUHooks : at::XPUHooksInterface {
+  bool hasXPU() const override { return true; }
+#else
 struct CUDAHooks : at::CUDAHooksInterface {
   CUDAHooks(at::CUDAHooksArgs) {}
-  void init() const override {}
   bool hasCUDA() const override { return true; }
+  at::Allocator* getCUDADeviceAllocator() const override { return &device_allocator; }
+#endif
+  void init() const override {}
   bool isBuilt() const override { return true; }
   bool isAvailable() const override { return true; }
   bool hasPrimaryContext(DeviceIndex) const override { return true; }
   DeviceIndex current_device() const override { return ::current_device; }
   DeviceIndex deviceCount() const override { return kDevices; }
+#ifdef STAND_IN_XPU
+  DeviceIndex getNumGPUs() const override { return kDevices; }
+#else
   int getNumGPUs() const override { return kDevices; }
+#endif
   DeviceIndex getCurrentDevice() const override { return ::current_device; }
   void setCurrentDevice(DeviceIndex index) const override { ::current_device = index; }
   DeviceIndex exchangeDevice(DeviceIndex index) const override { return std::exchange(::current_device, index); }
   DeviceIndex maybeExchangeDevice(DeviceIndex index) const override { return exchangeDevice(index); }
-  Device getDeviceFromPtr(void*) const override { return Device(DeviceType::CUDA, 0); }
+  Device getDeviceFromPtr(void*) const override { return Device(DeviceType::KIND, 0); }
   bool isPinnedPtr(const void* address) const override {
     std::lock_guard<std::mutex> guard(pinned_lock);
     return pinned.count(address);
   }
   at::Allocator* getPinnedMemoryAllocator() const override { return &pinned_allocator; }
-  at::Allocator* getCUDADeviceAllocator() const override { return &device_allocator; }
   void deviceSynchronize(DeviceIndex) const override { ++counts[kSynchronisations]; }
 };
 
 struct Guard final : c10::impl::DeviceGuardImplInterface {
-  static constexpr DeviceType static_type = DeviceType::CUDA;
+  static constexpr DeviceType static_type = DeviceType::KIND;
   DeviceIndex index(Device device) const { return device.index() < 0 ? current_device : device.index(); }
 
-  DeviceType type() const override { return DeviceType::CUDA; }
+  DeviceType type() const override { return DeviceType::KIND; }
   Device exchangeDevice(Device device) const override {
-    return Device(DeviceType::CUDA, std::exchange(current_device, device.index()));
+    return Device(DeviceType::KIND, std::exchange(current_device, device.index()));
   }
-  Device getDevice() const override { return Device(DeviceType::CUDA, current_device); }
+  Device getDevice() const override { return Device(DeviceType::KIND, current_device); }
   void setDevice(Device device) const override { current_device = device.index(); }
   void uncheckedSetDevice(Device device) const noexcept override { current_device = index(device); }
   DeviceIndex deviceCount() const noexcept override { return kDevices; }
 
   Stream getStream(Device device) const noexcept override {
-    return Stream(Stream::UNSAFE, Device(DeviceType::CUDA, index(device)), current_stream[index(device)]);
+    return Stream(Stream::UNSAFE, Device(DeviceType::KIND, index(device)), current_stream[index(device)]);
   }
   Stream getDefaultStream(Device device) const override { return Stream(Stream::DEFAULT, device); }
   Stream getStreamFromGlobalPool(Device device, bool) const override { return getNewStream(device); }
   Stream getNewStream(Device device, int = 0) const override {
     static std::atomic<long> last{0};
-    return Stream(Stream::UNSAFE, Device(DeviceType::CUDA, index(device)), ++last);
+    return Stream(Stream::UNSAFE, Device(DeviceType::KIND, index(device)), ++last);
   }
   Stream exchangeStream(Stream stream) const noexcept override {
     Stream before = getStream(stream.device());
@@ -172,7 +193,7 @@ Tensor sparse_like(const Tensor& tensor, c10::DispatchKey key, Part part) {
 
 // The same memory as a tensor of the CPU.
 Tensor on_host(const Tensor& tensor) {
-  if (!tensor.defined() || !tensor.is_cuda()) return tensor;
+  if (!tensor.defined() || !ours(tensor)) return tensor;
   if (tensor.is_sparse()) return sparse_like(tensor, c10::DispatchKey::SparseCPU, &on_host);
   TORCH_CHECK(tensor.layout() == at::kStrided, "the stand-in has no tensors of layout ", tensor.layout());
   auto* kept = new c10::Storage(tensor.storage());
@@ -202,14 +223,14 @@ using MaybeFormat = std::optional<at::MemoryFormat>;
 Tensor empty(
     c10::IntArrayRef size, MaybeDtype dtype, MaybeLayout, MaybeDevice device, std::optional<bool>, MaybeFormat format) {
   OnDevice there(device ? device->index() : -1);
-  c10::DispatchKeySet key(c10::DispatchKey::CUDA);
+  c10::DispatchKeySet key(c10::DispatchKey::KIND);
   return at::detail::empty_generic(size, &device_allocator, key, c10::dtype_or_default(dtype), format);
 }
 
 Tensor empty_strided(
     c10::IntArrayRef size, c10::IntArrayRef stride, MaybeDtype dtype, MaybeLayout, MaybeDevice device, std::optional<bool>) {
   OnDevice there(device ? device->index() : -1);
-  c10::DispatchKeySet key(c10::DispatchKey::CUDA);
+  c10::DispatchKeySet key(c10::DispatchKey::KIND);
   return at::detail::empty_strided_generic(size, stride, &device_allocator, key, c10::dtype_or_default(dtype));
 }
 
@@ -218,7 +239,7 @@ Tensor copied(const Tensor& tensor, Device device) {
   if (!tensor.defined()) return tensor;
   if (tensor.is_sparse()) {
     OnDevice there(device.index());
-    return sparse_like(tensor, c10::DispatchKey::SparseCUDA, [&](const Tensor& part) { return copied(part, device); });
+    return sparse_like(tensor, c10::DispatchKey::SPARSE_KIND, [&](const Tensor& part) { return copied(part, device); });
   }
   auto dtype = tensor.scalar_type();
   Tensor result = tensor.is_non_overlapping_and_dense()
@@ -243,7 +264,7 @@ struct Call {
 
   Tensor in(const Tensor& tensor) {
     if (!tensor.defined()) return tensor;
-    if (!tensor.is_cuda()) {
+    if (!ours(tensor)) {
       if (tensor.dim()) stranger = tensor.device().str();
       return tensor;
     }
@@ -299,7 +320,7 @@ void on_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
       value = Device(DeviceType::CPU);
     }
   }
-  if (!call.device) call.device = Device(DeviceType::CUDA, current_device);
+  if (!call.device) call.device = Device(DeviceType::KIND, current_device);
   TORCH_CHECK(
       call.stranger.empty() || kMixing.count(schema.name()),
       "Expected all tensors to be on the same device, but found at least two devices, ", *call.device, " and ",
@@ -328,7 +349,7 @@ void on_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
 // -- operations that touch the device's own storages ----------------------------------------------
 
 Tensor& copy_(Tensor& to, const Tensor& from, bool) {
-  if (to.is_cuda() != from.is_cuda() && from.numel()) ++counts[to.is_cuda() ? kToDevice : kToHost];
+  if (ours(to) != ours(from) && from.numel()) ++counts[ours(to) ? kToDevice : kToHost];
   Tensor target = on_host(to);
   target.copy_(on_host(from));
   return to;
@@ -375,19 +396,25 @@ void record_stream(Tensor&, Stream) {}
 }  // namespace
 
 namespace at {
+// torch looks for these names.
+#ifdef STAND_IN_XPU
+using ::XPUHooks;
+REGISTER_XPU_HOOKS(XPUHooks)
+#else
 using ::CUDAHooks;
 REGISTER_CUDA_HOOKS(CUDAHooks)
+#endif
 }  // namespace at
 
 namespace {
-C10_REGISTER_GUARD_IMPL(CUDA, Guard);
-c10::AllocatorRegisterer<DeviceType::CUDA> registered(&device_allocator);
+C10_REGISTER_GUARD_IMPL(KIND, Guard);
+c10::AllocatorRegisterer<DeviceType::KIND> registered(&device_allocator);
 }  // namespace
 
-TORCH_LIBRARY_IMPL(_, CUDA, library) { library.fallback(torch::CppFunction::makeFromBoxedFunction<&on_cpu>()); }
-TORCH_LIBRARY_IMPL(_, SparseCUDA, library) { library.fallback(torch::CppFunction::makeFromBoxedFunction<&on_cpu>()); }
+TORCH_LIBRARY_IMPL(_, KIND, library) { library.fallback(torch::CppFunction::makeFromBoxedFunction<&on_cpu>()); }
+TORCH_LIBRARY_IMPL(_, SPARSE_KIND, library) { library.fallback(torch::CppFunction::makeFromBoxedFunction<&on_cpu>()); }
 
-TORCH_LIBRARY_IMPL(aten, CUDA, library) {
+TORCH_LIBRARY_IMPL(aten, KIND, library) {
   library.impl("empty.memory_format", &empty);
   library.impl("empty_strided", &empty_strided);
   library.impl("as_strided", &at::native::as_strided_tensorimpl);
@@ -403,7 +430,7 @@ TORCH_LIBRARY_IMPL(aten, CUDA, library) {
   library.impl("record_stream", &record_stream);
 }
 
-TORCH_LIBRARY_IMPL(aten, SparseCUDA, library) {
+TORCH_LIBRARY_IMPL(aten, SPARSE_KIND, library) {
   library.impl("_indices", &at::native::_indices_sparse);
   library.impl("_values", &at::native::_values_sparse);
   // torch has kernels for all devices for these, which do not know ours.

@@ -1,5 +1,5 @@
-"""torch for the CPU, made to believe in two CUDA devices: see device.cpp. To be imported before torch, in a process of
-its own; STAND_IN_LIBRARY names what `build` has made.
+"""torch for the CPU, made to believe in two devices of CUDA, or two XPUs: see device.cpp. To be imported before torch,
+in a process of its own; STAND_IN_LIBRARY names what `build` has made.
 """
 
 import contextlib
@@ -97,5 +97,9 @@ _REPLACED: dict[str, Any] = {
     "manual_seed": lambda seed: None,
     "manual_seed_all": lambda seed: None,
 }
+KIND = "xpu" if "xpu" in os.path.basename(os.environ["STAND_IN_LIBRARY"]) else "cuda"
+# What hvlike asks of another kind than CUDA it asks of torch.accelerator, which asks these.
+_ASKED = ("_lazy_init", "is_available", "is_initialized", "device_count", "current_device", "set_device", "synchronize")
 for _name, _value in _REPLACED.items():
-    setattr(torch.cuda, _name, _value)
+    if KIND == "cuda" or _name in (*_ASKED, "manual_seed", "manual_seed_all"):
+        setattr(getattr(torch, KIND), _name, _value)

@@ -38,6 +38,7 @@ GPU_SOFTWARE = replace(
     SOFTWARE,
     torch="2.13.0+cu124",
     torch_cuda="12.4",
+    torch_gpus="CUDA 12.4",
     packages=(*SOFTWARE.packages, ("cupy-cuda12x", "14.2.0"), ("nvidia-nccl-cu12", "2.21.5")),
 )
 
@@ -259,7 +260,7 @@ WRONG: list[tuple[str, Case, Verdict, str]] = [
         "memory limit",
     ),
     ("model", case(model=Gap("failed: UsageError: no such file")), Verdict.FAIL, "--limit"),
-    ("GPU", both(gpus=GPUS), Verdict.WARN, "torch that was built with CUDA"),
+    ("GPU", both(gpus=GPUS), Verdict.WARN, "torch that was built for the GPUs"),
     ("GPU", gpus(wrong="CUDA unknown error"), Verdict.FAIL, "Update the driver"),
     ("GPU", gpus(driver_cuda=11080), Verdict.FAIL, "Update the driver"),
     (

@@ -20,7 +20,7 @@ def test_gpus_are_dealt_in_turn(gpus: int, expected: list[int]) -> None:
 
 def test_the_cpu_is_always_there(hvd: ModuleType) -> None:
     assert hvd.pin_device("cpu") == torch.device("cpu")
-    with pytest.raises(UsageError, match="kind must be 'cuda' or 'cpu', got 'gpu'"):
+    with pytest.raises(UsageError, match=r"kinds that this torch was built for, 'cuda', .*'cpu', got 'gpu'"):
         hvd.pin_device("gpu")
 
 
@@ -40,4 +40,7 @@ def test_no_gpu_is_an_error_that_says_why(hvd: ModuleType, monkeypatch: pytest.M
         hvd.pin_device()
     monkeypatch.setattr(torch.version, "cuda", "12.9")
     with pytest.raises(LaunchError, match=r"built for CUDA 12.9, but finds no device. Check CUDA_VISIBLE_DEVICES"):
+        hvd.pin_device()
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    with pytest.raises(LaunchError, match=r"built for ROCm 7.0, but finds no device. Check HIP_VISIBLE_DEVICES"):
         hvd.pin_device()

@@ -46,3 +46,10 @@ def test_the_reason_names_ranks_and_what_to_do(facts: list[DeviceFacts], words: 
     with pytest.raises(LaunchError) as caught:
         choose_backend(facts, ranks, "nccl")
     assert reason in str(caught.value)
+
+
+def test_cupy_that_cannot_serve_is_unexpected() -> None:
+    broken = DeviceFacts("one", "gpu-e", 0, "CuPy 13.0 is installed, but it finds no libnccl.so", "13.0")
+    assert choose_backend([A, broken], range(2), "auto").is_unexpected
+    assert not choose_backend([A, BARE], range(2), "auto").is_unexpected
+    assert not choose_backend([broken, broken], range(2), "staged").is_unexpected
