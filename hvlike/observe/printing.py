@@ -31,7 +31,7 @@ REPORT_SECONDS = 5.0  # That streams of the program get, to take a report or to 
 _DESCRIPTOR_SECONDS = 1.0  # For a pipe that is full
 
 
-class _Streams:
+class ProgramStreams:
     """Those of the program, in this process."""
 
     are_stuck = False  # One has taken longer than that: they are left alone from now on
@@ -58,9 +58,9 @@ def flush(seconds: float | None = None) -> None:
 
 
 def _bounded_by_streams(action: Callable[[], object], seconds: float | None) -> bool:
-    if not _Streams.are_stuck:
-        _Streams.are_stuck = not bounded(action, REPORT_SECONDS if seconds is None else seconds)
-        return not _Streams.are_stuck
+    if not ProgramStreams.are_stuck:
+        ProgramStreams.are_stuck = not bounded(action, REPORT_SECONDS if seconds is None else seconds)
+        return not ProgramStreams.are_stuck
     return False
 
 

@@ -132,7 +132,7 @@ class DeviceBackends:
         knobs = self._knobs
         why_none = "HVLIKE_CUDA_PLANE=staged" if knobs.cuda_plane == STAGED else f"{device.type} is not CUDA"
         found = nccl.NcclFacts("", 0, why_none, "", 0)
-        if knobs.cuda_plane != STAGED and device.type == "cuda" and (self._group.size > 1 or knobs.cuda_plane == NCCL):
+        if knobs.cuda_plane != STAGED and runtime.has_nccl and (self._group.size > 1 or knobs.cuda_plane == NCCL):
             found = nccl.describe()
         # As NCCL counts hosts: it refuses two ranks on one GPU of one host.
         host_name = os.environ.get("NCCL_HOSTID") or self._host

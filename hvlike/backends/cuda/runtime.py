@@ -26,6 +26,7 @@ class DeviceRuntime:
     """Streams and memory of one kind of device. Any thread; nothing here waits for the device."""
 
     kind = "cuda"  # What torch.device.type says of its tensors
+    has_nccl = True  # Whether NCCL, or RCCL, knows its devices
 
     def __init__(self) -> None:
         self._exchange = find_exchange()
@@ -108,6 +109,8 @@ class DeviceRuntime:
 
 class AcceleratorRuntime(DeviceRuntime):
     """The same with torch.accelerator, for devices of another kind, such as XPUs: staged alone, as NCCL has none."""
+
+    has_nccl = False
 
     def __init__(self, kind: str) -> None:
         super().__init__()

@@ -113,6 +113,7 @@ class LateDevice:
     """See DeviceRuntime; what no stream is in use for is done at once, as on a stream that everybody waits for."""
 
     kind = "cpu"
+    has_nccl = True
 
     def __init__(self) -> None:
         self.streams: list[LateStream] = []

@@ -86,7 +86,8 @@ class Job:
 
     def _accept(self, listener: Listener) -> None:
         # Listener has no timeout of its own.
-        listener._listener._socket.settimeout(START_SECONDS)  # type: ignore[attr-defined]
+        inner = vars(listener)["_listener"]
+        vars(inner)["_socket"].settimeout(START_SECONDS)
         places: dict[int, Connection] = {}
         try:
             for _ in range(self.ranks):

@@ -86,8 +86,8 @@ def test_what_no_time_is_left_for_is_not_begun(script: ModuleType, tmp_path: Pat
 
 def test_ranks_that_share_a_gpu_are_hosts_of_their_own(script: ModuleType, tmp_path: Path) -> None:
     shared = script.Part("shared", 1.0, 2, ["-c", ""])
-    assert "NCCL_HOSTID" in " ".join(script.Check(tmp_path, 1.0, 1)._command(shared))
-    assert "NCCL_HOSTID" not in " ".join(script.Check(tmp_path, 1.0, 2)._command(shared))
+    assert "NCCL_HOSTID" in " ".join(script.Check(tmp_path, 1.0, 1).command_of(shared))
+    assert "NCCL_HOSTID" not in " ".join(script.Check(tmp_path, 1.0, 2).command_of(shared))
 
 
 def test_a_part_that_is_not_known_is_named(

@@ -74,7 +74,7 @@ def ascii_file() -> io.TextIOWrapper:
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """However busy the machine is, no stream is given up; none has been."""
     monkeypatch.setattr(printing, "REPORT_SECONDS", 60.0)
-    monkeypatch.setattr(printing._Streams, "are_stuck", False)
+    monkeypatch.setattr(printing.ProgramStreams, "are_stuck", False)
 
 
 @pytest.fixture

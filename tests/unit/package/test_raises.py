@@ -23,6 +23,7 @@ INSIDE = {
     ("training/elastic/checkpoint_files.py", "ValueError"),
     ("config.py", "ValueError"),
     ("observe/recorder.py", "OSError"),
+    ("launch/attempt.py", "OSError"),
     ("cuda/nccl.py", "ImportError"),
     ("wire/devices.py", "RuntimeError"),
     ("memory/process_memory.py", "OSError"),
