@@ -27,11 +27,17 @@ class RankFilter(logging.Filter):
 
     def __init__(self, rank: int) -> None:
         super().__init__()
-        self._rank = rank
+        self.rank = rank
 
     def filter(self, record: logging.LogRecord) -> bool:
-        record.rank = self._rank
+        record.rank = self.rank
         return True
+
+
+def shown_rank() -> int | None:
+    """The rank that the log and errors show; None before init()."""
+    filters = logging.getLogger("hvlike").filters
+    return next((each.rank for each in filters if isinstance(each, RankFilter)), None)
 
 
 class Printer(logging.Handler):

@@ -33,6 +33,7 @@ from hvlike.torch_distributed.short_forms import short_form
 from hvlike.torch_distributed.store import check_place, start_hvlike
 from hvlike.torch_distributed.transfers import Transfers
 from hvlike.torch_distributed.work import Work, Works, untraced
+from hvlike.transport.memory.own_memory import check_memory, first_without, has_memory, without_memory
 
 # Its constructor and methods are bound from C++, with overloads that no class written in Python can repeat.
 _ProcessGroupBase: Any = dist.ProcessGroup
@@ -79,7 +80,7 @@ class ProcessGroup(_ProcessGroupBase):
         if job is None:
             self._check_reducible("all_reduce", tensors, reduction)
             job = partial(operations.allreduce, self.calls.group, tensors, reduction)
-        work = self._call("all_reduce", job, tensors, opts)
+        work = self._call("all_reduce", job, tensors, opts, checked=True)
         if tensor.numel() == 1:
             self._last_counts.append(work)
         return work
@@ -88,7 +89,9 @@ class ProcessGroup(_ProcessGroupBase):
 
     def _in_place(self, tensor: Tensor, reduction: Reduction) -> Job | None:
         """The job of a dense tensor in host memory, which is prepared once; None for all others."""
-        if not tensor.is_cpu or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+        if not has_memory(tensor) or not tensor.is_cpu or not tensor.is_contiguous():
+            return None
+        if tensor.is_conj() or tensor.is_neg():
             return None
         key = (tensor.numel(), tensor.dtype, reduction)
         if key in self._prepared:
@@ -303,14 +306,27 @@ class ProcessGroup(_ProcessGroupBase):
     # -- a call -----------------------------------------------------------------------------------
 
     def _call(
-        self, what: str, job: Job, tensors: Sequence[Tensor], opts: Any, *, outputs: Any = None, also: Any = ()
+        self,
+        what: str,
+        job: Job,
+        tensors: Sequence[Tensor],
+        opts: Any,
+        *,
+        outputs: Any = None,
+        also: Any = (),
+        checked: bool = False,
     ) -> dist.Work:
-        """Make a call. tensors: that describe it. outputs: its result; None: `tensors`. also: what else it works on."""
+        """Make a call. tensors: that describe it. outputs: its result; None: `tensors`. also: what else it works on.
+        checked: all have memory of their own.
+        """
         waits, seconds = False, None
         if opts is not None:
             waits = not getattr(opts, "asyncOp", True)  # older torch asks for the work in any case
             given = opts.timeout.total_seconds()
             seconds = given if given > 0 else None
+        refused = None if checked else first_without((tensors, outputs or (), also))
+        if refused is not None:
+            raise without_memory(f"torch.distributed.{what}", refused, ProcessGroupError)
         outputs = list(tensors) if outputs is None else outputs
         with recorded(what, tensors):
             work = self.calls.call(what, job, tensors, outputs, also=also, waits=waits, seconds=seconds)
@@ -357,6 +373,7 @@ class ProcessGroup(_ProcessGroupBase):
 
     def _check_writable(self, what: str, tensors: Sequence[Tensor]) -> None:
         for tensor in tensors:
+            check_memory(f"torch.distributed.{what}", tensor, ProcessGroupError)
             dimensions = zip(tensor.stride(), tensor.shape, strict=True)
             if tensor.numel() and any(stride == 0 and length > 1 for stride, length in dimensions):
                 raise self._wrong(what, "elements that have memory of their own", f"{_like(tensor)}, expanded")

@@ -17,6 +17,7 @@ from hvlike.backends.cuda.runtime import DeviceRuntime, Event, runtime_of
 from hvlike.errors import ProcessGroupError
 from hvlike.transport.loop.coroutine import Coroutine, Wait
 from hvlike.transport.memory.dtypes import Array, bytes_at
+from hvlike.transport.memory.own_memory import check_memory
 
 
 class TensorBytes:
@@ -103,8 +104,9 @@ _NOTHING: AbstractContextManager[Any] = nullcontext()
 
 
 def _check(tensor: torch.Tensor) -> DeviceRuntime | None:
-    if tensor.layout is not torch.strided:
+    if tensor.layout is not torch.strided and not tensor.is_nested:
         raise ProcessGroupError(f"expected a dense tensor, got layout {tensor.layout}; convert it with to_dense().")
+    check_memory("torch.distributed.send or recv", tensor, ProcessGroupError)
     return runtime_of(tensor.device.type) if tensor.nbytes else None
 
 

@@ -28,6 +28,7 @@ from hvlike.collectives.session.basics import rank
 from hvlike.errors import MismatchError, ShapeMismatchError, UsageError
 from hvlike.training.gradients.checksums import is_plain
 from hvlike.training.gradients.optimizer_wrapper import DelegatingOptimizer
+from hvlike.transport.memory.own_memory import check_memory, check_stand_in
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,7 @@ class _Packer(pickle.Pickler):
             return None
         if obj in self.known:
             return "known", self.known[obj]
+        check_stand_in("a state, a tensor in it", obj)
         if not is_plain(obj):
             # Sparse or quantized: it travels pickled, as torch does that.
             return None
@@ -178,6 +180,8 @@ def broadcast_optimizer_state(
         for number, group in enumerate(groups)
         for index, parameter in enumerate(group["params"])
     }
+    for name, parameter in zip(layout, parameters, strict=True):
+        check_stand_in(f"broadcast_optimizer_state, {name}", parameter)
     layout["class"] = optimizer.__class__.__name__
     check_same("broadcast_optimizer_state", layout, root_rank, process_set, MismatchError)
     is_root = rank() == root_rank
@@ -223,6 +227,7 @@ def named_tensors(params: object) -> dict[str, Tensor]:
                 "which cannot be changed in place. Leave it out, send it with hvlike.broadcast_object and load it "
                 "yourself."
             )
+        check_memory(f"broadcast_parameters {name!r}", value)
         if name in tensors:
             raise UsageError(f"broadcast_parameters: the name {name!r} occurs twice.")
         tensors[name] = value

@@ -181,7 +181,7 @@ class AddressView:
     def elements(self, address: int, count: int) -> Piece:
         """So many elements from an address on."""
         first, odd = divmod(address - FIRST_ADDRESS, self._itemsize)
-        if odd:
+        if odd or first < 0:
             return self._arithmetic.over(bytes_at(address, count * self._itemsize))
         return self._everything[first : first + count]
 
@@ -191,7 +191,7 @@ class AddressView:
         firsts, found = [], []
         for address in addresses:
             first, odd = divmod(address - FIRST_ADDRESS, itemsize)
-            if odd:
+            if odd or first < 0:
                 return [self._odd_chunks(addresses, table) for table in tables]
             firsts.append(first)
         for table in tables:
@@ -206,7 +206,7 @@ class AddressView:
         return found
 
     def _odd_chunks(self, addresses: Sequence[int], table: Sequence[Sequence[tuple[int, int, int]]]) -> list[Any]:
-        """The same where an address is no multiple of the size of an element."""
+        """The same where an address is no multiple of the size of an element. Raises: UsageError without one."""
         pieces = [
             [self.elements(addresses[tensor] + start * self._itemsize, stop - start) for tensor, start, stop in runs]
             for runs in table

@@ -28,6 +28,7 @@ from hvlike.collectives.requests.request import (
     Handle,
     Request,
     all_tensors,
+    check_before_compression,
     copy_of,
     first_tensor,
     listed,
@@ -86,6 +87,7 @@ def allreduce(
         return allreduce_(copy_of(tensor), None, name, op, prescale_factor, postscale_factor, process_set)
     call = _begin("allreduce", name, process_set, average, op, prescale_factor, postscale_factor)
     compressor = check_compressor(compression)
+    check_before_compression("allreduce", call[0].name, [tensor])
     compressed, context = compressor.compress(tensor)
     (reduced,) = _reduce_out_of_place(*call, [compressed])
     return compressor.decompress(reduced, context)
@@ -225,7 +227,9 @@ def grouped_allreduce(
     """
     call = _begin("grouped_allreduce", name, process_set, average, op, prescale_factor, postscale_factor)
     compressor = check_compressor(compression)
-    pairs = [compressor.compress(tensor) for tensor in listed("grouped_allreduce", tensors)]
+    given = listed("grouped_allreduce", tensors)
+    check_before_compression("grouped_allreduce", call[0].name, given)
+    pairs = [compressor.compress(tensor) for tensor in given]
     reduced = _reduce_out_of_place(*call, [pair[0] for pair in pairs])
     return [compressor.decompress(each, context) for each, (_, context) in zip(reduced, pairs, strict=True)]
 

@@ -23,7 +23,15 @@ from hvlike.collectives.api.gradients import Incoming, differentiable, follows_h
 from hvlike.collectives.compression import Compression, CompressorLike, check_compressor
 from hvlike.collectives.requests.process_set import ProcessSet
 from hvlike.collectives.requests.reduction import Adasum, Average, Reduction, Sum
-from hvlike.collectives.requests.request import Handle, Request, listed, needs_gradient, spec_of, synchronize
+from hvlike.collectives.requests.request import (
+    Handle,
+    Request,
+    check_before_compression,
+    listed,
+    needs_gradient,
+    spec_of,
+    synchronize,
+)
 from hvlike.collectives.session.context import Call, begin
 from hvlike.errors import UnsupportedOpError, UsageError
 
@@ -155,6 +163,7 @@ def reducescatter(
     """
     call = begin("reducescatter", name, process_set)
     compressor = check_compressor(compression)
+    check_before_compression("reducescatter", call.name, [tensor])
     compressed, context = compressor.compress(tensor)
     (reduced,) = reduce_rows(call, [compressed], _reduction(op, prescale_factor, postscale_factor))
     return compressor.decompress(reduced, context)
@@ -220,7 +229,9 @@ def grouped_reducescatter(
     """
     call = begin("grouped_reducescatter", name, process_set)
     compressor = check_compressor(compression)
-    pairs = [compressor.compress(tensor) for tensor in listed("grouped_reducescatter", tensors)]
+    given = listed("grouped_reducescatter", tensors)
+    check_before_compression("grouped_reducescatter", call.name, given)
+    pairs = [compressor.compress(tensor) for tensor in given]
     reduction = _reduction(op, prescale_factor, postscale_factor)
     reduced = reduce_rows(call, [pair[0] for pair in pairs], reduction)
     return [compressor.decompress(each, context) for each, (_, context) in zip(reduced, pairs, strict=True)]

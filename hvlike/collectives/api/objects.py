@@ -30,7 +30,8 @@ def broadcast_object(
     Collective: every rank of the set calls it. Blocks until done.
 
     Args:
-        obj: On the root: anything that pickles. Ignored elsewhere, so the ranks may pass different types.
+        obj: On the root: anything that pickles. Ignored elsewhere, so the ranks may pass different types. A DTensor in
+            it arrives with the root's part, as in torch's own collectives of objects.
         root_rank: The rank whose object it is: its rank in the job.
         name: Matches calls between ranks. Default: calls are matched by their order.
         process_set: The ranks to run among. Default: all ranks.
@@ -65,7 +66,7 @@ def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet 
     Collective: every rank of the set calls it. Blocks until done.
 
     Args:
-        obj: Anything that pickles.
+        obj: Anything that pickles. A DTensor in it arrives with the part of the rank that has sent it.
         name: Matches calls between ranks. Default: calls are matched by their order.
         process_set: The ranks to run among. Default: all ranks.
 

@@ -13,6 +13,7 @@ from hvlike.collectives.requests.process_set import ProcessSet
 from hvlike.collectives.requests.reduction import Average, Sum
 from hvlike.collectives.session.context import Call, begin
 from hvlike.errors import UnsupportedOpError, UsageError
+from hvlike.transport.memory.own_memory import check_stand_in
 
 
 def sparse_allreduce_async(
@@ -42,6 +43,7 @@ def sparse_allreduce_async(
     if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.sparse_coo:
         got = f"layout {tensor.layout}" if isinstance(tensor, torch.Tensor) else type(tensor).__name__
         raise UsageError(f"sparse_allreduce {call.name!r}: expected a sparse COO tensor, got {got}; see to_sparse().")
+    check_stand_in(f"sparse_allreduce {call.name!r}", tensor)
     reduction = _checked(f"sparse_allreduce {call.name!r}", reduce_op(op))
     try:
         check_supported(reduction, tensor.dtype)

@@ -22,6 +22,7 @@ from hvlike.collectives.requests.reduction import Average
 from hvlike.observe.recorder import Recorder
 from hvlike.transport.loop.coroutine import Task
 from hvlike.transport.memory.dtypes import bytes_at
+from hvlike.transport.memory.own_memory import has_memory
 
 _COMPLEX = (torch.complex64, torch.complex128)
 
@@ -68,11 +69,12 @@ class InlineAllreduce(InlineCalls[_Plan]):
             if not plain or tensor.requires_grad or tensor.is_neg():
                 return None
             address = tensor.data_ptr()
+            call = (tensor.shape, tensor.dtype, op, prescale, postscale)
         except RuntimeError:
-            # It is sparse, or stands for others in a transformation of torch.func.
+            # It is sparse or nested, or stands for others in a transformation of torch.func.
             return None
         piece = self._pieces.get(address)
-        if piece is None or piece.call != (tensor.shape, tensor.dtype, op, prescale, postscale):
+        if piece is None or piece.call != call:
             piece = self._piece(tensor, address, op, prescale, postscale)
         if piece is None or (piece.is_complex and tensor.is_conj()):
             return None
@@ -135,6 +137,8 @@ class InlineAllreduce(InlineCalls[_Plan]):
         self, tensor: torch.Tensor, address: int, op: int | None, prescale: float, postscale: float
     ) -> _Piece | None:
         """What is known of a plain tensor at an address, from now on; None where its kind is not known."""
+        if not has_memory(tensor):
+            return None
         shape, dtype = tensor.shape, tensor.dtype
         plan = self._plans.get((shape, dtype, Average if op is None else op, prescale, postscale))
         if plan is None:

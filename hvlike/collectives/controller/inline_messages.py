@@ -81,11 +81,11 @@ class InlineMessages(InlineCalls[_Plan]):
             if not plain or tensor.requires_grad or tensor.is_neg() or tensor.is_conj() or tensor.is_inference():
                 return None
             address = tensor.data_ptr()
+            plan = self._plans.get((tensor.shape, tensor.dtype, Average if op is None else op, prescale, postscale))
         except RuntimeError:
-            # It is sparse, or stands for others in a transformation of torch.func.
+            # It is sparse or nested, or stands for others in a transformation of torch.func.
             return None
-        plan = self._plans.get((tensor.shape, tensor.dtype, Average if op is None else op, prescale, postscale))
-        if plan is None:
+        if plan is None or not address:
             return None
         tensor_queue, agreement = self._queue, self._agreement
         with tensor_queue.lock:

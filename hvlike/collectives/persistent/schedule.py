@@ -291,7 +291,10 @@ class CompiledStep:
             mine = part.pick(tensors)
             if not part.fits(mine):
                 return None
-            picked.append(mine)
+            addresses = list(map(torch.Tensor.data_ptr, mine))
+            if not all(addresses):
+                return None
+            picked.append((mine, addresses))
         self._steps[self._key[1]] = step
         self._tensor_queue.last = (self._key, site, began)
         try:
@@ -318,11 +321,13 @@ class CompiledStep:
         if seconds > counts.longest_seconds:
             counts.longest_seconds = seconds
 
-    def _coroutine(self, picked: Sequence[Sequence[torch.Tensor]], missing: Collection[int]) -> Coroutine[None]:
+    def _coroutine(
+        self, picked: Sequence[tuple[Sequence[torch.Tensor], list[int]]], missing: Collection[int]
+    ) -> Coroutine[None]:
         """The prepared reductions in the order of the plan, and what is left to find out if a rank lacks some."""
         schedule, active = self._schedule, 1 + INCOMPLETE * bool(missing)
-        for number, (part, tensors) in enumerate(zip(self._parts, picked, strict=True)):
-            count = yield from part.reduction.run(list(map(torch.Tensor.data_ptr, tensors)), active, tensors)
+        for number, (part, (tensors, addresses)) in enumerate(zip(self._parts, picked, strict=True)):
+            count = yield from part.reduction.run(addresses, active, tensors)
             if number == self._counting:
                 schedule.note_count(count)
         if schedule.incomplete:

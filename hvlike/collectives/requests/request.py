@@ -24,6 +24,7 @@ from hvlike.backends.op_queue import Job
 from hvlike.collectives.requests.reduction import Reduction, check_reduction, is_dense
 from hvlike.errors import UnknownHandleError, UsageError, WaitTimeoutError
 from hvlike.transport.memory.dtypes import dtype_name, element_of
+from hvlike.transport.memory.own_memory import check_memory, check_stand_in, has_memory, stand_in
 
 _HOUSE = str(Path(__file__).parents[2])
 _NOT_THE_USER = (_HOUSE, str(Path(torch.__file__).parent))
@@ -270,7 +271,7 @@ def spec_of(
     key = None
     if len(tensors) == 1:
         tensor = tensors[0]
-        if type(tensor) is torch.Tensor and tensor.layout is torch.strided:
+        if type(tensor) is torch.Tensor and tensor.layout is torch.strided and has_memory(tensor):
             shape, order = tensor.shape, tensor.stride()
             key = (what, shape, order, tensor.dtype, tensor.device, reduction, written, root, detail)
             known = _specs.get(key)
@@ -304,12 +305,12 @@ def check_tensors(kind: str, name: str, tensors: Sequence[Any]) -> None:
         which = repr(name) if len(tensors) == 1 else f"{name!r} (tensor {index})"
         if not isinstance(tensor, torch.Tensor):
             raise UsageError(f"{kind} {which}: expected a torch.Tensor, got {type(tensor).__name__}.")
+        check_stand_in(f"{kind} {which}", tensor)
         if tensor.layout is not torch.strided:
             raise UsageError(
                 f"{kind} {which}: expected a dense tensor, got layout {tensor.layout}; convert it with to_dense()."
             )
-        if tensor.device.type == "meta":
-            raise UsageError(f"{kind} {which}: the tensor is on the meta device and has no data.")
+        check_memory(f"{kind} {which}", tensor)
         try:
             element_of(tensor.dtype)
         except UsageError as error:
@@ -340,9 +341,23 @@ def listed(what: str, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def needs_gradient(tensors: Sequence[Any]) -> bool:
-    return torch.is_grad_enabled() and any(isinstance(each, torch.Tensor) and each.requires_grad for each in tensors)
+    """Whether autograd records the call. Not with tensors of torch.func and the like, which the call itself refuses."""
+    return (
+        torch.is_grad_enabled()
+        and any(isinstance(each, torch.Tensor) and each.requires_grad for each in tensors)
+        and not any(isinstance(each, torch.Tensor) and stand_in(each) for each in tensors)
+    )
+
+
+def check_before_compression(call: str, name: str, tensors: Sequence[Any]) -> None:
+    """Refuse tensors that a compressor could not compute with: it may be anybody's."""
+    for tensor in tensors:
+        if isinstance(tensor, torch.Tensor):
+            check_stand_in(f"{call} {name!r}", tensor)
 
 
 def copy_of(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor to write into, holding the same values in the same order in memory."""
+    """A tensor to write into, with the same values in the same order in memory; one that is to be refused, as it is."""
+    if type(tensor) is not torch.Tensor and isinstance(tensor, torch.Tensor) and stand_in(tensor):
+        return tensor
     return tensor.detach().clone() if isinstance(tensor, torch.Tensor) else tensor

@@ -52,6 +52,7 @@ from hvlike.rpc.wire.tensors import (
     split_sparse,
     unpack_simple,
 )
+from hvlike.transport.memory.own_memory import has_memory, stand_in, without_memory
 
 T = TypeVar("T")
 _Ahead: TypeAlias = tuple[str, tuple[int, ...]]  # The name of a class of carry_ahead, and the numbers of an object
@@ -309,6 +310,8 @@ def _add(pickler: MessagePickler, tensor: Tensor, flags: int) -> None:
             flags |= REQUIRES_GRAD
         # Waits for the device. Strides stay where they leave no gaps.
         tensor = tensor.detach().to("cpu")
+    elif not has_memory(tensor) and not tensor._is_zerotensor() and stand_in(tensor):
+        raise without_memory(f"a tensor in a message ({describe_subject(pickler.outgoing.about)})", tensor)
     pickler.items.append((tensor, flags))
 
 

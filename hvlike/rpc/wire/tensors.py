@@ -305,7 +305,11 @@ def pack_simple(items: Sequence[tuple[Tensor, int] | None]) -> SimpleTensors | N
             return None
         tensor, flags = item
         number = _NUMBERS.get(tensor.dtype)
-        address, nbytes = tensor.data_ptr(), int(tensor.nbytes)
+        try:
+            address, nbytes = tensor.data_ptr(), int(tensor.nbytes)
+        except RuntimeError:
+            # It stands for others in a transformation of torch.func.
+            return None
         # Placeholders and freed tensors have no address. The imaginary part of a conjugate has the negative bit.
         if number is None or not address or not nbytes or not tensor.is_contiguous() or tensor.is_neg():
             return None

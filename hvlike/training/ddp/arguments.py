@@ -12,6 +12,7 @@ from torch.nn.parameter import UninitializedParameter
 from hvlike.collectives.requests.process_set import ProcessSet
 from hvlike.errors import DataParallelError, UsageError, WrongTypeError
 from hvlike.training.gradients.reduction import registered_set
+from hvlike.transport.memory.own_memory import check_parameter
 
 _MEBI = 1 << 20
 
@@ -44,6 +45,8 @@ def check_module(module: object, ignored: set[str]) -> dict[str, Tensor]:
             "Modules with uninitialized parameters can't be used with `DistributedDataParallel`. Run a dummy forward "
             f"pass to correctly initialize the modules. Parameter {lazy[0]!r} has no shape yet."
         )
+    for name, parameter in parameters.items():
+        check_parameter(f"DistributedDataParallel, parameter {name!r}", parameter)
     kinds = sorted({parameter.device.type for parameter in parameters.values()})
     if len(kinds) > 1:
         raise UsageError(

@@ -27,6 +27,7 @@ from hvlike.errors import UsageError
 from hvlike.training.gradients.grad_state import gradient_dtype
 from hvlike.training.gradients.reduction import ranks_of_group
 from hvlike.transport.memory.dtypes import dtype_name
+from hvlike.transport.memory.own_memory import check_gradients
 
 
 class GradBucket:
@@ -128,6 +129,7 @@ class HookedReducer:
 
     def finish(self, tensors: Sequence[Tensor], missing: Collection[int] = ()) -> dict[int, Tensor]:
         """Reduce the gradients by the hook; return sparse results by index."""
+        check_gradients(tensors, lambda place: f"{self.name}.{place}")
         gradients = [tensor.detach() for tensor in tensors]
         self.absent = self._of_no_rank(missing)
         buckets = self._buckets(gradients)

@@ -20,6 +20,7 @@ from hvlike.training.broadcast import TensorForm, broadcast_tensors, check_same
 from hvlike.training.gradients.parameters import gpu_of
 from hvlike.training.gradients.planned_queue import Packing, PlannedQueue
 from hvlike.transport.loop.coroutine import Coroutine
+from hvlike.transport.memory.own_memory import check_memory
 
 _CALL = "DistributedDataParallel"
 Find = Callable[[], dict[str, Tensor]]
@@ -28,6 +29,8 @@ Find = Callable[[], dict[str, Tensor]]
 def verify_and_broadcast(
     parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor], root_rank: int, process_set: ProcessSet | None
 ) -> None:
+    for name, tensor in {**parameters, **buffers}.items():
+        check_memory(f"{_CALL}, {name!r}", tensor)
     forms = {
         f"parameter {name}": f"{TensorForm.of(tensor)} strides {list(tensor.stride())}"
         f"{'' if tensor.requires_grad else ' without gradient'}"
@@ -62,6 +65,8 @@ class BufferSync:
         return {} if find is None else find()
 
     def agree(self) -> None:
+        for name, buffer in self._buffers().items():
+            check_memory(f"{_CALL}, buffer {name!r}", buffer)
         self._queue.agree()
 
     def sync(self, *, from_highest: bool) -> None:

@@ -21,6 +21,7 @@ from torch import Tensor
 from hvlike.collectives.requests.reduction import is_dense, row_by_row
 from hvlike.training.broadcast import pack, unpack
 from hvlike.transport.memory.malloc import allocate_receive_buffer
+from hvlike.transport.memory.own_memory import check_memory
 
 _UNCHANGING = (bool, int, float, complex, str, bytes, type(None))
 
@@ -73,9 +74,10 @@ class _Copier:
 
     def _tensor(self, kept: Any, value: Tensor) -> Tensor:
         plain = type(value) is Tensor and value.layout is torch.strided and not value.requires_grad
-        if not plain or value.is_quantized or not value.numel():
+        if not plain or value.is_quantized or value.is_meta or not value.numel():
             copy: Tensor = deepcopy(value, self._memo)
             return copy
+        check_memory("a state, a tensor in it", value)
         address = value.data_ptr()
         other, target = self._known.get(address, (None, None))
         if target is None or not _alike(other, value):

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from hvlike.observe.looking import only_looks
+from hvlike.transport.memory.own_memory import has_memory
 
 _SAMPLE = 16  # Elements of each in its checksum: initialisation, or a checkpoint on one rank, changes them all
 _UNKNOWN = 0  # Of a tensor that cannot be looked at, on every rank
@@ -41,10 +42,7 @@ def checksum_of(tensor: Tensor) -> int:
 @only_looks(False)
 def is_plain(tensor: Tensor) -> bool:
     """Whether the elements lie in memory that can be read: not so of sparse, quantized, nested, meta, fake tensors."""
-    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
-        return False
-    wraps = type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__
-    return not wraps and (not tensor.numel() or tensor.data_ptr() != 0)
+    return tensor.layout is torch.strided and not tensor.is_quantized and has_memory(tensor)
 
 
 @only_looks(None)

@@ -20,6 +20,8 @@ from torch import Tensor
 from torch.nn.parameter import UninitializedParameter
 from torch.utils.hooks import RemovableHandle
 
+from hvlike.transport.memory.own_memory import check_parameter
+
 
 def gradient_dtype(parameter: Tensor) -> torch.dtype:
     """The dtype of its gradient, which may be another one: `parameter.grad_dtype`, since torch 2.10."""
@@ -112,6 +114,8 @@ class GradState:
         self.device = self.parameter.device
         self.is_lazy = isinstance(self.parameter, UninitializedParameter)
         self.is_frozen = not self.parameter.requires_grad
+        if not self.is_lazy:
+            check_parameter(f"parameter {self.name!r}", self.parameter)
 
     def still_fits(self, parameter: Tensor) -> bool:
         """True for the same parameter, unless it was moved by `model.to(...)`, initialised or thawed since."""

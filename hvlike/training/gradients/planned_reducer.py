@@ -38,6 +38,7 @@ from hvlike.collectives.session.process_set_state import ProcessSetState
 from hvlike.transport.host.topology import SpareCore
 from hvlike.transport.loop.coroutine import Task
 from hvlike.transport.memory.dtypes import dtype_name
+from hvlike.transport.memory.own_memory import check_gradients
 
 _log = logging.getLogger("hvlike")
 
@@ -210,6 +211,7 @@ class PlannedReducer(PersistentOperation):
         if not self._started:
             self._follow_dtypes(tensors)
         try:
+            check_gradients(tensors, lambda place: self._entries[place].name)
             schedule = self.schedule or self._agree(tensors)
             replaced: dict[int, torch.Tensor] = {}
             sparse: dict[int, Callable[[], torch.Tensor]] = {}

@@ -26,6 +26,7 @@ from hvlike.training.gradients.checksums import value_checksums
 from hvlike.training.gradients.grad_state import gradient_dtype
 from hvlike.training.gradients.planned_queue import Packing
 from hvlike.transport.loop.coroutine import Coroutine
+from hvlike.transport.memory.own_memory import check_parameter
 
 Parameters: TypeAlias = list[Tensor] | list[dict[str, Any]]
 
@@ -61,6 +62,8 @@ def check_parameters(params: object) -> Parameters:
 
 
 def check_type(parameters: list[Tensor]) -> None:
+    for each in parameters:
+        check_parameter("ZeroRedundancyOptimizer, a parameter", each)
     types = list(dict.fromkeys(map(torch.typename, parameters)))
     sparse = next((torch.typename(each) for each in parameters if each.layout is not torch.strided), None)
     if sparse is not None or len(types) > 1:

@@ -126,6 +126,8 @@ EVERYTHING: Array = np.asarray(_Memory(FIRST_ADDRESS, 1 << 56))
 def bytes_at(address: int, nbytes: int) -> Array:
     """View `nbytes` bytes of memory as numpy's uint8. Nothing keeps that memory: use it only while somebody does."""
     first = address - FIRST_ADDRESS
+    if first < 0 and nbytes:
+        raise _without_address()
     view: Array = EVERYTHING[first : first + nbytes]
     return view
 
@@ -133,6 +135,10 @@ def bytes_at(address: int, nbytes: int) -> Array:
 def runs_at(addresses: Sequence[int], runs: Iterable[tuple[int, int, int]]) -> list[Array]:
     """`bytes_at` of many runs (tensor, first byte, bytes) of tensors that begin at these addresses, in one frame."""
     start = FIRST_ADDRESS
+    if not all(addresses):
+        runs = list(runs)
+        if any(nbytes and not addresses[tensor] for tensor, _, nbytes in runs):
+            raise _without_address()
     return [
         EVERYTHING[addresses[tensor] + offset - start : addresses[tensor] + offset - start + nbytes]
         for tensor, offset, nbytes in runs
@@ -150,8 +156,19 @@ def bytes_of(tensor: torch.Tensor) -> Array:
 
     After tensor.numpy() torch refuses for ever to resize that memory; FSDP does so with what it has gathered.
     """
-    view: Array = np.asarray(_Memory(tensor.data_ptr() or FIRST_ADDRESS, tensor.nbytes, tensor))
+    address, nbytes = tensor.data_ptr(), tensor.nbytes
+    if not address and nbytes:
+        raise _without_address()
+    view: Array = np.asarray(_Memory(address or FIRST_ADDRESS, nbytes, tensor))
     return view
+
+
+def _without_address() -> UsageError:
+    """Every call refuses such tensors before (own_memory.py): the last guard before memory is read where none is."""
+    return UsageError(
+        "expected a tensor with memory of its own, got one without an address, made under a mode of torch that makes "
+        "such tensors (FakeTensorMode, functionalize); make the call outside of it."
+    )
 
 
 class MpiConstants:

@@ -10,6 +10,7 @@ import torch
 from hypothesis import strategies
 from support.rpc.parcels import memory_bytes, received, same_memory, travel
 
+from hvlike.errors import UsageError
 from hvlike.rpc.wire import tensors
 from hvlike.rpc.wire.pickler import Incoming, MessagePickler, Outgoing, Pickler, pack, reduce_tensor, unpack
 from hvlike.rpc.wire.tensors import NAMES
@@ -342,6 +343,21 @@ def test_a_tensor_whose_memory_was_freed_is_refused() -> None:
         pack([freed], Outgoing(1))
     with pytest.raises(RuntimeError, match=r"shape \[3\].*storage holds 0 bytes"):
         pack([torch._efficientzerotensor((3,))], Outgoing(1))
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
+def test_tensors_of_a_transformation_are_refused(nested: bool) -> None:
+    """They stand for others, and have no memory that could be sent."""
+
+    def send(tensor: torch.Tensor) -> torch.Tensor:
+        with pytest.raises(UsageError, match="expected a tensor with memory of its own, got one of torch"):
+            travel([tensor, 1] if nested else tensor)
+        return tensor.sum()
+
+    torch.func.vmap(send)(torch.ones(3, 2))
+    torch.func.grad(send)(torch.ones(3, 2))
+    torch.func.functionalize(send)(torch.ones(3, 2))
 
 
 def test_tensors_of_a_gpu_without_a_place_to_go_are_refused() -> None:

@@ -74,7 +74,7 @@ REFUSED: dict[str, tuple[Callable[[ModuleType], Any], str]] = {
         lambda hvd: hvd.grouped_allreduce([torch.ones(2), 7], name="layer"),
         "grouped_allreduce 'layer' (tensor 1): expected a torch.Tensor, got int.",
     ),
-    "meta tensor": (lambda hvd: hvd.allreduce(torch.ones(2, device="meta")), "is on the meta device"),
+    "meta tensor": (lambda hvd: hvd.allreduce(torch.ones(2, device="meta")), "got a meta tensor of shape [2]"),
     "empty group": (
         lambda hvd: hvd.grouped_allreduce([]),
         "grouped_allreduce: expected at least one tensor, got an empty list.",

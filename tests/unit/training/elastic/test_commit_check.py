@@ -35,3 +35,4 @@ def test_equal_values_have_equal_checksums_whatever_their_layout(tensor: Tensor)
 
 def test_tensors_without_plain_memory_are_left_out() -> None:
     assert checksum_of(torch.eye(2).to_sparse()) == checksum_of(torch.empty(3, device="meta")) == 0
+    assert checksum_of(torch._to_functional_tensor(torch.ones(3))) == 0

@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from support.without_memory import freed
 from torch import nn
 
+from hvlike.errors import UsageError
 from hvlike.training.elastic.copies import copy_into
 
 
@@ -83,6 +85,16 @@ def test_order_in_memory_is_kept() -> None:
     assert torch.equal(second[0], image + 1)
     # The same shape in another order is no fit: a copy that is loaded would change the order of the sums.
     assert copy_into(second, [image.contiguous()])[0].stride() == image.contiguous().stride()
+
+
+def test_tensors_without_memory_are_not_taken_for_one() -> None:
+    """They have no address by which tied weights are told."""
+    with pytest.raises(UsageError, match="got one whose memory was freed"):
+        freed(lambda tensor: copy_into(None, {"a": tensor}))
+    with pytest.raises(UsageError, match="got one of torch"):
+        copy_into(None, [torch._to_functional_tensor(torch.ones(2)), torch._to_functional_tensor(torch.zeros(2))])
+    first, second = copy_into(None, [torch.ones(2, device="meta"), torch.ones(2, device="meta")])
+    assert first is not second
 
 
 def test_tied_weights_are_copied_once_and_versions_of_modules_are_kept() -> None:
