@@ -33,6 +33,7 @@ from hvlike.transport.loop.coroutine import Coroutine
 from hvlike.transport.memory.dtypes import Kind
 
 ID_BYTES = 128
+MOST_IN_GROUP = 2048  # NCCL refuses more calls in a group
 FINISH_SECONDS = 10.0  # How long a healthy communicator may take to end what is in flight
 
 _DISTRIBUTIONS = ("cupy-cuda12x", "cupy-cuda13x", "cupy-cuda11x", "cupy-rocm-7-0", "cupy-rocm-6-0", "cupy")
@@ -313,10 +314,15 @@ class NcclBackend(DeviceBackend):
     def _alltoall(self, sends: Sequence[torch.Tensor], receives: Sequence[torch.Tensor]) -> Coroutine[None]:
         byte, link = self._communicator.nccl.dtypes[torch.uint8], self._communicator.link
         receives[self._rank].copy_(sends[self._rank])
-        others = [peer for peer in range(len(sends)) if peer != self._rank]
-        moves = [(link.send, sends[peer], peer) for peer in others]
-        moves += [(link.recv, receives[peer], peer) for peer in others]
-        self._begin([(call, part.data_ptr(), len(part), byte, peer) for call, part, peer in moves if len(part)])
+        moves = []
+        # In this order every part of it that is a group has both ends of what is in it.
+        for distance in range(1, len(sends)):
+            to, source = (self._rank + distance) % len(sends), (self._rank - distance) % len(sends)
+            moves += [(link.send, sends[to], to), (link.recv, receives[source], source)]
+        # Nothing is left out before the groups are made, or they would not be the same ones on all ranks.
+        for start in range(0, len(moves), MOST_IN_GROUP):
+            group = moves[start : start + MOST_IN_GROUP]
+            self._begin([(call, part.data_ptr(), len(part), byte, peer) for call, part, peer in group if len(part)])
         yield from ()
 
     def _numbers(self, recipe: Recipe, flats: Sequence[torch.Tensor]) -> tuple[int, int]:
@@ -325,14 +331,13 @@ class NcclBackend(DeviceBackend):
         return nccl.dtypes[flats[0].dtype] if flats else 0, nccl.ops[recipe.op]
 
     def _begin(self, calls: Sequence[tuple[Any, ...]]) -> None:
-        """Put calls (a function of the communicator, and all it is given but the stream) into it, as one group."""
-        if not calls:
-            return
-        with _LAUNCHING:
-            self.check()
-            # Before: the first call of a kind connects the ranks, and waits for them.
-            begun = time.monotonic()
-            with self._communicator.nccl.group():
-                for call, *arguments in calls:
-                    call(*arguments, self._address)
-            self._under_way.append((self.runtime.record(self.stream), begun))
+        """Put calls (a function of the communicator, and all it is given but the stream) into it, in groups."""
+        for start in range(0, len(calls), MOST_IN_GROUP):
+            with _LAUNCHING:
+                self.check()
+                # Before: the first call of a kind connects the ranks, and waits for them.
+                begun = time.monotonic()
+                with self._communicator.nccl.group():
+                    for call, *arguments in calls[start : start + MOST_IN_GROUP]:
+                        call(*arguments, self._address)
+                self._under_way.append((self.runtime.record(self.stream), begun))

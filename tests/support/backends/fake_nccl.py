@@ -1,7 +1,9 @@
 """cupy.cuda.nccl over host memory: calls go into the streams of a LateDevice and are done there, among all ranks.
 
-Strict about what NCCL leaves to its caller: the stream has to be the one in use, groups are begun and ended, and the
-ranks make the same calls in the same order.
+Strict about what NCCL leaves to its caller. The stream has to be the one in use; groups are begun and ended, and hold
+at most 2048 calls; one thread at a time uses a device; the ranks make the same calls in the same order; nothing is
+called on a communicator that has ended; one that is healthy is not aborted, and not destroyed with work under way. What
+a thread of its own does wrong is in `violations`.
 """
 
 from __future__ import annotations
@@ -53,7 +55,9 @@ class FakeNccl:
         self.numbers = 0
         self.fails = False
         """Whether a communicator cannot be made here."""
+        self.violations: list[str] = []
         self._mine = threading.local()
+        self._launching = threading.Lock()
 
     def get_version(self) -> int:
         return 23203
@@ -75,10 +79,13 @@ class FakeNccl:
 
     def groupStart(self) -> None:
         assert self.group is None, "groups are not nested here"
+        assert self._launching.acquire(blocking=False), "two threads use communicators of one device at a time"
         self._mine.group = []
 
     def groupEnd(self) -> None:
         calls, self._mine.group = self._mine.group, None
+        self._launching.release()
+        assert len(calls) <= 2048, f"{len(calls)} calls in a group"
         if calls:
             assert len({(id(link), stream) for link, _, stream in calls}) == 1
             link, _, stream = calls[0]
@@ -99,6 +106,7 @@ class FakeLink:
         self.rank = rank
         self.size = size
         self.calls: list[list[Call]] = []
+        self.done = 0
         self.aborted = threading.Event()
         self.destroyed = threading.Event()
         self.failure: Exception | None = None
@@ -108,10 +116,23 @@ class FakeLink:
             raise self.failure
 
     def abort(self) -> None:
-        self.aborted.set()
+        if self.failure is None and not self.is_busy:
+            self.nccl.violations.append("a healthy communicator was aborted")
+        self._end(self.aborted)
 
     def destroy(self) -> None:
-        self.destroyed.set()
+        if self.is_busy:
+            self.nccl.violations.append("a communicator was destroyed with work under way")
+        self._end(self.destroyed)
+
+    def _end(self, how: threading.Event) -> None:
+        if self.aborted.is_set() or self.destroyed.is_set():
+            self.nccl.violations.append("a communicator was ended twice")
+        how.set()
+
+    @property
+    def is_busy(self) -> bool:
+        return self.done < len(self.calls)
 
     def allReduce(self, send: int, receive: int, count: int, dtype: int, op: int, stream: int) -> None:
         self._call("allReduce", (send, receive, count, dtype, op), stream)
@@ -138,6 +159,7 @@ class FakeLink:
             self.nccl.group.append((self, (what, arguments), stream))
 
     def enqueue(self, calls: list[Call], stream: int) -> None:
+        assert not any(end.is_set() for end in (self.aborted, self.destroyed)), "the communicator has ended"
         self.calls.append(calls)
         self.nccl.device.streams[stream - 1].put(lambda: self._run(calls))
 
@@ -159,6 +181,7 @@ class FakeLink:
             elif what != "send":
                 _finish(what, arguments, [said[index][2] for said in everybody], self.rank)
         assert not [key for key in received if key[1] == self.rank], "sent, and not received"
+        self.done += 1
 
 
 def _memory(address: int, count: int, dtype: int) -> torch.Tensor:

@@ -112,6 +112,7 @@ def late(request: pytest.FixtureRequest, hvd: ModuleType) -> Iterator[Late]:
         device.finish()
         hvd.barrier()
         site.close()
+    assert nccl.violations == []
     runtime.forget("cpu")
     for queue in set_state.queues.all():
         if queue.device is not None:
