@@ -43,7 +43,7 @@ _SHOWN = 3  # Tensors of a call that its description shows
 _REMEMBERED = 16  # Calls that a member can still describe where another one has called something else
 
 
-_ADVICE = "Every member has to make the same calls in the same order."
+_ADVICE = "Every member has to make the same calls in the same order; threads need a group each."
 
 
 class CallQueue:
@@ -69,6 +69,7 @@ class CallQueue:
         self._backward = self._last_backward = -1  # By autograd's number: the one with calls held, and the last one
         self._of_backward: list[Work] = []
         self._expiring = False
+        self._failed: Work | None = None  # The call that has lost the group
         self._told = False  # The other members know why the group is lost
         self._directory = directory_of(context)
         self._directory.groups[name] = self
@@ -159,6 +160,8 @@ class CallQueue:
                 raise
         finally:
             if ended:
+                if error is not None:
+                    self._note_failure(work)
                 work.settle(error, in_loop=False)
             else:
                 with self._lock:
@@ -176,7 +179,13 @@ class CallQueue:
             device.keep(work.uses)
             work.fence = device.fence(work.outputs)
         work.uses = ()
+        if task.error is not None:
+            self._note_failure(work)
         work.settle(task.error, in_loop=True)
+
+    def _note_failure(self, work: Work) -> None:
+        """The first call that ends with an error has lost the group; those after it, of other threads say, end so."""
+        self._failed = self._failed or work
 
     def _waits_for_backward(self, work: Work) -> bool:
         """Leave a call that is made in backward to the end of it: there is no core to spare before. With the lock held.
@@ -288,9 +297,12 @@ class CallQueue:
         """The error to raise for a call: with what each member has called, where that does not fit. Blocks a moment."""
         if not isinstance(error, MismatchError) or error is not self._queue.broken:
             return error
-        calls = describe_calls(self._directory.ask_all(self, work))
+        failed = self._failed or work
+        calls = describe_calls(self._directory.ask_all(self, failed))
         others = f", but {calls}" if calls else ""
-        text = f"{self._name(work)} is {self.describe(work.number)} here{others}. {_ADVICE} ({error})"
+        text = f"{self._name(failed)} is {self.describe(failed.number)} here{others}. {_ADVICE} ({error})"
+        if failed is not work:
+            text = f"{work.what}, call {work.number}, ended with an earlier one: {text}"
         return type(error)(text)
 
     def describe(self, number: int) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, NamedTuple
@@ -30,7 +31,8 @@ class Directory:
     def __init__(self, context: Context) -> None:
         self.groups: dict[str, CallQueue] = {}
         self._fabric = context.fabric
-        self._answers: dict[tuple[str, int], Answer] = {}
+        self._answers: dict[tuple[str, int, int], Answer] = {}  # By group, call and rank
+        self._asking = threading.Lock()
         self._fabric.channel.listen(Topic.GROUP_CALLS, lambda rank, message, tensors: self._hear(rank, *message))
         self._fabric.ticks.append(self._watch)
 
@@ -51,7 +53,7 @@ class Directory:
                 group.follow(rank, answer)
             return
         if answer is not None:
-            self._answers[name, rank] = answer
+            self._answers[name, number, rank] = answer
             return
         answer = Answer(-1, "", main_stack())
         if group is not None:
@@ -63,21 +65,23 @@ class Directory:
         fabric = self._fabric
         others = [rank for rank in group.group.ranks if rank != fabric.world.rank]
         for rank in others:
-            self._answers.pop((group.name, rank), None)
+            self._answers.pop((group.name, work.number, rank), None)
             fabric.channel.send(rank, Topic.GROUP_CALLS, (group.name, work.number, None), kind="status")
         until, had_ended = time.monotonic() + ANSWER_SECONDS, work.ended
         while time.monotonic() < until and work.ended == had_ended:
-            if all((group.name, each) in self._answers for each in others):
+            if all((group.name, work.number, each) in self._answers for each in others):
                 break
             yield Wait.NOTIFY
-        return {rank: self._answers.pop((group.name, rank), None) for rank in others}
+        return {rank: self._answers.pop((group.name, work.number, rank), None) for rank in others}
 
     def ask_all(self, group: CallQueue, work: Work) -> Mapping[int, Answer | None]:
         """The same for a thread that waits. Blocks for a moment."""
         loop = self._fabric.loop
-        task = loop.start(self.ask(group, work), wake=False)
-        loop.wait(lambda: task.done, 2 * ANSWER_SECONDS)
-        return task.result or {}
+        # Answers of one question would be taken for those of another.
+        with self._asking:
+            task = loop.start(self.ask(group, work), wake=False)
+            loop.wait(lambda: task.done, 2 * ANSWER_SECONDS)
+            return task.result or {}
 
 
 def describe_missing(answers: Mapping[int, Answer | None], number: int) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.torch_distributed.backend import World
+from support.torch_distributed.backend import World, beyond_gloo
 from support.without_memory import IN_PLACE, KINDS, Named
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
@@ -20,7 +20,10 @@ from hvlike.errors import ProcessGroupError, UsageError
 from hvlike.nn import DistributedDataParallel
 from hvlike.optim import ZeroRedundancyOptimizer
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # What torch warns of in torch.func, and of nested tensors
+pytestmark = [
+    beyond_gloo,
+    pytest.mark.filterwarnings("ignore"),  # What torch warns of in torch.func, and of nested tensors
+]
 
 
 def like(tensor: Tensor, rows: int) -> Tensor:
