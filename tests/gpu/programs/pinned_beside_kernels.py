@@ -1,4 +1,4 @@
-"""Whether taking pinned memory waits for a kernel that runs: then it must never happen beside kernels that wait for it."""
+"""Whether taking pinned memory waits for a kernel that runs: then it must never happen beside kernels that wait."""
 
 import time
 
