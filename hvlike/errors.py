@@ -43,6 +43,9 @@ if TYPE_CHECKING:
 class HvlikeError(Exception):
     """Base of all exceptions of this package."""
 
+    told_all = False
+    """The other ranks have raised an error, too, and wait for nothing."""
+
 
 class LaunchError(HvlikeError, RuntimeError):
     """The job was started in a way that cannot work. The text says what to change."""

@@ -15,6 +15,9 @@ from hvlike.transport.loop.coroutine import Coroutine
 INCOMPLETE = 1 << 20
 """What a rank adds to its 1 where it is active and lacks some of its tensors: zeros stand for these."""
 
+FAILED = 1 << 40
+"""What a rank adds whose own work between two collectives has failed."""
+
 
 def active_ranks(count: int) -> int:
     """How many ranks are active, by the sum of what they have said."""

@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorSt
 from torch.optim import Optimizer
 
 from hvlike.collectives.api.objects import allgather_object, broadcast_object
+from hvlike.collectives.api.outcome import settle
 from hvlike.collectives.requests.process_set import ProcessSet, global_process_set
 from hvlike.collectives.session import basics
 from hvlike.errors import UsageError
@@ -177,16 +178,21 @@ def save(
     folder, ranks = Path(path), _ranks_of(process_group)
     if _read_metadata(folder, ranks) is not None:
         raise UsageError(f"{folder} holds a checkpoint already. Save each into a folder of its own.")
-    tensors, rest = model_entries(model)
-    if ranks.rank() != 0:
-        # Parameters are equal on all ranks, which write some each; buffers may be each rank's own.
-        parameters = {f"model.{name}" for name, _ in unwrapped(model).named_parameters()}
-        tensors = {name: tensor for name, tensor in tensors.items() if name in parameters}
-    states = {name: each.state_dict() if hasattr(each, "state_dict") else each for name, each in more.items()}
-    rest = {"model": rest, "more": states}
-    if optimizer is not None:
-        entries = OptimizerEntries(model, optimizer)
-        tensors.update(entries.tensors())
+
+    def own() -> tuple[dict[str, Tensor], dict[str, Any], OptimizerEntries | None]:
+        tensors, rest = model_entries(model)
+        if ranks.rank() != 0:
+            # Parameters are equal on all ranks, which write some each; buffers may be each rank's own.
+            parameters = {f"model.{name}" for name, _ in unwrapped(model).named_parameters()}
+            tensors = {name: tensor for name, tensor in tensors.items() if name in parameters}
+        states = {name: each.state_dict() if hasattr(each, "state_dict") else each for name, each in more.items()}
+        entries = None if optimizer is None else OptimizerEntries(model, optimizer)
+        if entries is not None:
+            tensors.update(entries.tensors())
+        return tensors, {"model": rest, "more": states}, entries
+
+    tensors, rest, entries = settle("distributed_checkpoint.save", own, ranks, as_it_is=True)
+    if entries is not None:
         rest["optimizer"] = entries.rest()
     state: dict[str, Any] = dict(tensors)
     if ranks.rank() == 0:
@@ -231,12 +237,15 @@ def load(
     saved = _read_metadata(folder, _ranks_of(process_group))
     if saved is None:
         raise UsageError(f"{folder} holds no complete checkpoint (it has no .metadata).")
-    tensors, _ = model_entries(model)
-    _check(folder, tensors, saved)
-    wanted = dict(tensors)
-    entries = None if optimizer is None else OptimizerEntries(model, optimizer)
-    if entries is not None:
-        wanted.update(entries.empty(_forms(saved)))
+
+    def own() -> tuple[dict[str, Tensor], dict[str, Tensor], OptimizerEntries | None]:
+        tensors, _ = model_entries(model)
+        _check(folder, tensors, saved)
+        entries = None if optimizer is None else OptimizerEntries(model, optimizer)
+        kept = {} if entries is None else entries.empty(_forms(saved))
+        return tensors, {**tensors, **kept}, entries
+
+    tensors, wanted, entries = settle("distributed_checkpoint.load", own, _ranks_of(process_group), as_it_is=True)
     state: dict[str, Any] = {**wanted, _REST: None}
     with _process_group():
         planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)

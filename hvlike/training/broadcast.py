@@ -21,9 +21,10 @@ from hvlike.backends.arithmetic.reduce_op import ReduceOp
 from hvlike.collectives.api.allreduce import allreduce
 from hvlike.collectives.api.broadcast import broadcast_async_
 from hvlike.collectives.api.objects import allgather_object, broadcast_object
+from hvlike.collectives.api.outcome import settle
 from hvlike.collectives.compression import StatefulCompressor
 from hvlike.collectives.requests.process_set import ProcessSet
-from hvlike.collectives.requests.request import synchronize
+from hvlike.collectives.requests.request import check_tensors, check_writable, synchronize
 from hvlike.collectives.session.basics import rank
 from hvlike.errors import MismatchError, ShapeMismatchError, UsageError
 from hvlike.training.gradients.checksums import is_plain
@@ -164,6 +165,8 @@ def broadcast_optimizer_state(
     Raises:
         UsageError: optimizer is not a torch.optim.Optimizer.
         MismatchError: On every rank: classes of optimizers or parameters of groups differ between ranks.
+        UsageError: On the root: its state or an option does not pickle.
+        HorovodInternalError: Then on all other ranks; nothing has been changed.
 
     Source: horovod.torch.broadcast_optimizer_state.
     """
@@ -185,25 +188,41 @@ def broadcast_optimizer_state(
     layout["class"] = optimizer.__class__.__name__
     check_same("broadcast_optimizer_state", layout, root_rank, process_set, MismatchError)
     is_root = rank() == root_rank
-    packed: tuple[bytes, list[TensorForm]] | None = None
-    tensors: list[Tensor] = []
-    if is_root:
+
+    def packed() -> tuple[bytes, list[Tensor]]:
+        if not is_root:
+            return b"", []
         options = [{key: value for key, value in group.items() if key != "params"} for group in groups]
-        data, tensors = pack((dict(optimizer.state), options, memory and memory.shared_state()), parameters)
-        packed = data, [TensorForm.of(tensor) for tensor in tensors]
-    data, forms = broadcast_object(packed, root_rank, process_set=process_set)
-    if not is_root:
-        device = next((each.device for each in parameters if each.device.type != "cpu"), torch.device("cpu"))
-        # On the host if the root's lies there, else where this rank's parameters are.
-        places = ["cpu" if form.device_type == "cpu" else device for form in forms]
-        tensors = [torch.empty(it.shape, dtype=it.dtype, device=place) for it, place in zip(forms, places, strict=True)]
-    numbered = {str(number): tensor for number, tensor in enumerate(tensors)}
-    broadcast_tensors("broadcast_optimizer_state", numbered, root_rank, process_set)
-    if not is_root:
-        state, options, shared = unpack(data, parameters, tensors)
-        _adopt(optimizer, state, options)
-        if memory is not None and shared is not None:
-            memory.load_shared(shared)
+        return pack((dict(optimizer.state), options, memory and memory.shared_state()), parameters)
+
+    def adopt() -> None:
+        if not is_root:
+            state, options, shared = unpack(data, parameters, list(numbered.values()))
+            _adopt(optimizer, state, options)
+            if memory is not None and shared is not None:
+                memory.load_shared(shared)
+
+    data, tensors = settle(_STATE, packed, process_set)
+    told = data, [TensorForm.of(tensor) for tensor in tensors]
+    data, forms = broadcast_object(told if is_root else None, root_rank, process_set=process_set)
+
+    def with_memory() -> dict[str, Tensor]:
+        here = tensors if is_root else _memory_for(forms, parameters)
+        return {str(number): tensor for number, tensor in enumerate(here)}
+
+    numbered = settle(_STATE, with_memory, process_set)
+    broadcast_tensors(_STATE, numbered, root_rank, process_set)
+    settle(_STATE, adopt, process_set)
+
+
+_STATE = "broadcast_optimizer_state"
+
+
+def _memory_for(forms: Sequence[TensorForm], parameters: Sequence[Tensor]) -> list[Tensor]:
+    """On the host if the root's lies there, else where this rank's parameters are."""
+    device = next((each.device for each in parameters if each.device.type != "cpu"), torch.device("cpu"))
+    places = ["cpu" if form.device_type == "cpu" else device for form in forms]
+    return [torch.empty(it.shape, dtype=it.dtype, device=place) for it, place in zip(forms, places, strict=True)]
 
 
 def named_tensors(params: object) -> dict[str, Tensor]:
@@ -235,6 +254,14 @@ def named_tensors(params: object) -> dict[str, Tensor]:
 
 
 def broadcast_tensors(call: str, tensors: Mapping[str, Tensor], root_rank: int, process_set: ProcessSet | None) -> None:
+    """Copy the root's tensors into those of all ranks, once all ranks have found that theirs can be written to."""
+
+    def check() -> None:
+        for name, tensor in tensors.items():
+            check_tensors(call, name, [tensor])
+            check_writable(call, name, [tensor])
+
+    settle(call, check, process_set)
     handles = [
         broadcast_async_(tensor.detach(), root_rank, name=f"{call}.{name}", process_set=process_set)
         for name, tensor in tensors.items()

@@ -14,6 +14,7 @@ from hvlike.collectives.api.broadcast import broadcast_
 from hvlike.collectives.api.gather_scatter import allgather
 from hvlike.collectives.session.basics import rank
 from hvlike.errors import HorovodInternalError, UsageError
+from hvlike.observe.looking import only_looks
 
 if TYPE_CHECKING:
     from hvlike.collectives.requests.process_set import ProcessSet
@@ -100,8 +101,17 @@ def _packed(obj: Any) -> tuple[int, Tensor]:
     try:
         status, data = _GOOD, _dumps(obj)
     except Exception as error:  # __reduce__ of any class may raise anything
-        status, data = _FAILED, f"{type(obj).__qualname__}: {type(error).__name__}: {error}".encode()
+        status, data = _FAILED, f"{type(obj).__qualname__}: {describe_error(error)}".encode(errors="backslashreplace")
     return status, torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+def describe_error(error: BaseException) -> str:
+    return _text_of(error) or type(error).__name__
+
+
+@only_looks(None)
+def _text_of(error: BaseException) -> str | None:
+    return f"{type(error).__name__}: {error}".removesuffix(": ").removesuffix(".")
 
 
 def _dumps(obj: Any) -> bytes:
@@ -123,4 +133,6 @@ def _raise_unpicklable(call: str, reason: Tensor, source: int, is_mine: bool) ->
         f"{call}: the object of rank {source} cannot be pickled ({bytes(reason.tolist()).decode()}). Send only what it "
         f"is made of, or define its class or function at module level (or install cloudpickle)."
     )
-    raise UsageError(text) if is_mine else HorovodInternalError(text)
+    error = UsageError(text) if is_mine else HorovodInternalError(text)
+    error.told_all = True
+    raise error

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from hvlike.collectives.api.broadcast import broadcast_
-from hvlike.collectives.api.objects import broadcast_object
+from hvlike.collectives.api.objects import broadcast_object, describe_error
+from hvlike.collectives.api.outcome import settle
 from hvlike.collectives.session.basics import rank, size
 from hvlike.collectives.session.context import current
 from hvlike.errors import CheckpointError, UsageError
@@ -157,9 +158,12 @@ def save_all(folder: str | os.PathLike[str], step: int, saved: Mapping[str, Any]
     check_values(saved)
     world = current().world
     gathered: dict[str, Any] = {}
+    compressed = settle(
+        "checkpoint.save", lambda: [name for name, value in saved.items() if _is_compressed(value)], as_it_is=True
+    )
     for name, value in saved.items():
         if isinstance(value, DistributedOptimizer):
-            if "compression" in value.state_dict():
+            if name in compressed:
                 gathered[name] = gather_optimizer_state(value)
         elif callable(getattr(value, "consolidate_state_dict", None)):
             # A ZeroRedundancyOptimizer: its state_dict() is complete on rank 0 after this.
@@ -177,7 +181,7 @@ def save_all(folder: str | os.PathLike[str], step: int, saved: Mapping[str, Any]
             path = str(file.path)
         except Exception as caught:  # state dicts hold anything, and the other ranks wait
             error = caught
-    wrong = "" if error is None else f"{type(error).__name__}: {error}"
+    wrong = "" if error is None else describe_error(error)
     written: str
     written, wrong = broadcast_object((path, wrong), name="hvlike.checkpoint.save")
     if wrong:
@@ -186,6 +190,10 @@ def save_all(folder: str | os.PathLike[str], step: int, saved: Mapping[str, Any]
             "are still there; make room, or pass a folder that rank 0 can write to."
         ) from error
     return written
+
+
+def _is_compressed(value: object) -> bool:
+    return isinstance(value, DistributedOptimizer) and "compression" in value.state_dict()
 
 
 def load(folder: str | os.PathLike[str], *, trusted: bool = False, **into: Any) -> Checkpoint | None:
@@ -224,17 +232,25 @@ def load_all(folder: str | os.PathLike[str], into: Mapping[str, Any], *, trusted
         if wrong:
             raise CheckpointError(f"no checkpoint in {os.fspath(folder)} of rank 0 can be read: {'; '.join(wrong)}.")
         return None
-    if data.numel() != size:
-        data = torch.empty(size, dtype=torch.uint8, device="cpu")
-    broadcast_(data, 0, name="hvlike.checkpoint.data")
+    memory = settle(
+        "checkpoint.load",
+        lambda: data if data.numel() == size else torch.empty(size, dtype=torch.uint8, device="cpu"),
+        as_it_is=True,
+    )
+    broadcast_(memory, 0, name="hvlike.checkpoint.data")
+    saved = settle("checkpoint.load", lambda: _unpickled(memory, name, trusted=trusted), as_it_is=True)
+    return Checkpoint(step, name, settle("checkpoint.load", lambda: restore_parts(into, saved, name), as_it_is=True))
+
+
+def _unpickled(data: Tensor, name: str, *, trusted: bool) -> dict[str, Any]:
     try:
-        saved = torch.load(io.BytesIO(data.numpy().data), map_location="cpu", weights_only=not trusted)
+        saved: dict[str, Any] = torch.load(io.BytesIO(data.numpy().data), map_location="cpu", weights_only=not trusted)
     except Exception as error:  # whatever unpickling raises
         raise CheckpointError(
             f"{name} is whole, but torch cannot load it: {error}. If it holds classes of your own and only "
             "you can have written it, pass trusted=True."
         ) from error
-    return Checkpoint(step, name, restore_parts(into, saved, name))
+    return saved
 
 
 def _find(folder: Path) -> tuple[tuple[str, int, int, list[str]], Tensor]:

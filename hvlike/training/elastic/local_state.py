@@ -21,6 +21,7 @@ from torch import Tensor
 from hvlike.backends.base import Backend
 from hvlike.collectives.api.broadcast import broadcast_
 from hvlike.collectives.api.objects import allgather_object
+from hvlike.collectives.api.outcome import settle
 from hvlike.collectives.session.basics import rank, size
 from hvlike.training.elastic.copies import flatten_state, read_state, resized
 from hvlike.training.gradients.optimizer_wrapper import DelegatingOptimizer
@@ -125,12 +126,17 @@ class LocalStates:
         self._generation = 0
         self._given_up: list[Tensor] = []
 
-    def save(self, number: int, state: dict[str, Any]) -> None:
+    def save(self, number: int, read: Callable[[], dict[str, Any]]) -> None:
         """Keep a copy of this rank's state, and of its neighbour's, as commit `number`. Collective; blocks."""
-        if not state:
+
+        def copied() -> Tensor | None:
+            state = read()
+            return flatten_state(state, self._spare_memory()) if state else None
+
+        own = settle(f"commit of {self._name}", copied, as_it_is=True)
+        if own is None:
             return
         me, ranks = rank(), size()
-        own = flatten_state(state, self._spare_memory())
         commit = Commit(ranks, {me: own})
         if ranks > 1:
             spare = self._spare_memory()

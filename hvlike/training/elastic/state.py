@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from copy import deepcopy
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,6 +15,7 @@ from torch.optim import Optimizer
 from hvlike.collectives.api.allreduce import allreduce
 from hvlike.collectives.api.barrier_join import barrier
 from hvlike.collectives.api.objects import allgather_object, broadcast_object
+from hvlike.collectives.api.outcome import settle
 from hvlike.collectives.requests.reduction import Max
 from hvlike.collectives.session.basics import rank, size
 from hvlike.errors import CheckpointError, UsageError
@@ -84,7 +86,7 @@ class State:
         else:
             self.durable.agree()
         self.commits += 1
-        self.save()
+        settle(f"commit {self.commits}", self.save, as_it_is=True)
         if self.durable is not None:
             self.durable.after_commit()
         self.check_host_updates()
@@ -192,21 +194,22 @@ def _sync_part(name: str, value: Any) -> None:
         broadcast_optimizer_state(value, root_rank=0)
     elif isinstance(value, ElasticSampler):
         # What the ranks together have processed in the epoch of rank 0.
-        states = allgather_object(value.state_dict(), name=name)
+        states = allgather_object(settle(name, value.state_dict, as_it_is=True), name=name)
         epoch = states[0]["epoch"]
         processed = {index for each in states if each["epoch"] == epoch for index in each["processed_indices"]}
         value.load_state_dict({"epoch": epoch, "processed_indices": processed})
     elif isinstance(value, nn.Module):
         # Tensors in place, other entries of the state dict as objects, sparse ones too.
-        state = value.state_dict()
+        state = settle(name, value.state_dict, as_it_is=True)
         tensors = {key: each for key, each in state.items() if isinstance(each, Tensor) and is_plain(each)}
         broadcast_parameters(tensors, root_rank=0)
         others = {key: each for key, each in state.items() if key not in tensors}
         others = broadcast_object(others, root_rank=0, name=name)
         if others:
-            value.load_state_dict({**tensors, **others})
+            settle(name, lambda: value.load_state_dict({**tensors, **others}), as_it_is=True)
     else:
-        value.load_state_dict(broadcast_object(value.state_dict(), root_rank=0, name=name))
+        told = broadcast_object(settle(name, value.state_dict, as_it_is=True), root_rank=0, name=name)
+        settle(name, lambda: value.load_state_dict(told), as_it_is=True)
 
 
 logger = logging.getLogger("hvlike")
@@ -285,7 +288,7 @@ class TorchState(ObjectState):
         # First what needs the other ranks: a commit that this rank has is whole.
         for name, states in self._local.items() if self._synced or self.commits else ():
             states.forget(self.commits - 1)
-            states.save(self.commits, self._parts[name].local_state_dict())
+            states.save(self.commits, self._parts[name].local_state_dict)
         super().save()
         self._goes_back = False
 
@@ -316,7 +319,13 @@ class TorchState(ObjectState):
         number, restarted, incomplete = allreduce(told, name="elastic.local", op=Max).tolist()
         if number >= 0:
             return lambda: self._give_back(number, bool(incomplete))
-        own = {name: deepcopy(self._parts[name].local_state_dict()) for name in self._local} if restarted else {}
+        own: dict[str, Any] = {}
+        if restarted:
+            own = settle(
+                "sync",
+                lambda: {name: deepcopy(self._parts[name].local_state_dict()) for name in self._local},
+                as_it_is=True,
+            )
         return lambda: [self._parts[name].load_local_state_dicts({rank(): each}, size()) for name, each in own.items()]
 
     def _give_back(self, number: int, incomplete: bool) -> None:
@@ -328,7 +337,7 @@ class TorchState(ObjectState):
             if found[name].lost and not self._incomplete and rank() == 0:
                 logger.warning(_LOST, number, name, found[name].lost, found[name].ranks)
             give = states.give_up if self._incomplete or found[name].lost else states.give_back
-            give(found[name], self._parts[name])
+            settle(f"elastic.{name}", partial(give, found[name], self._parts[name]), as_it_is=True)
         if self._incomplete:
             self._go_back_to_disk(number, lost)
 

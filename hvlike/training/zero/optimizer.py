@@ -19,7 +19,7 @@ from hvlike.collectives.requests.plan import Options
 from hvlike.collectives.requests.process_set import ProcessSet
 from hvlike.collectives.requests.request import order_in_memory
 from hvlike.collectives.session.context import current
-from hvlike.errors import StateError, UsageError
+from hvlike.errors import HorovodInternalError, StateError, UsageError
 from hvlike.training.gradients.grad_state import declared_dtype, gradient_dtype
 from hvlike.training.gradients.optimizer_wrapper import is_read_by_grad_scaler
 from hvlike.training.gradients.parameters import (
@@ -163,8 +163,15 @@ class ZeroRedundancyOptimizer(ShardedState, BuiltInJoinable):
             self._reduce()
         elif self.reduces_gradients:
             closure = partial(self._evaluate, closure)
-        result = self.step_share(closure, kwargs)
-        self.share(kwargs)
+        result, failure = None, None
+        try:
+            result = self.step_share(closure, kwargs)
+        except Exception as error:
+            if closure is not None:
+                # Others may wait in the reduction after their closures.
+                raise
+            failure = error
+        self.share(kwargs, failure)
         return result
 
     def step_share(self, closure: Callable[[], Any] | None, arguments: dict[str, Any]) -> Any:
@@ -187,16 +194,24 @@ class ZeroRedundancyOptimizer(ShardedState, BuiltInJoinable):
             finally:
                 copy_options(self.optim.param_groups, self._groups)
 
-    def share(self, arguments: dict[str, Any]) -> None:
+    def share(self, arguments: dict[str, Any], failure: Exception | None = None) -> None:
         """Give all ranks the updated parameters. Collective; blocks.
 
         Args:
             arguments: The keywords of the step, for ranks that are out of data and update their share now.
+            failure: What step_share has raised on this rank: raised again once the other ranks know.
+
+        Raises:
+            HorovodInternalError: Another rank could not update its share.
         """
         self._step += 1
-        if self.world_size == 1:
-            return
-        active = self._steps.update(options_of(self._groups), arguments)
+        active = self.world_size
+        if self.world_size > 1:
+            active = self._steps.update(options_of(self._groups), arguments, failure)
+        if failure is not None:
+            raise failure
+        if self._steps.failure is not None:
+            raise HorovodInternalError(self._steps.failure)
         scaled, self._scaled = self._scaled, False
         if scaled and active < self.world_size:
             raise UsageError(

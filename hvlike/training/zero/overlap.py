@@ -93,6 +93,7 @@ class _Overlap:
         self._interleaved = interleaved
         self._started: list[tuple[GradBucket, Any]] = []
         self._reduced: dict[Tensor, Tensor] = {}
+        self._failure: Exception | None = None
 
     def __call__(self, state: Any, bucket: GradBucket) -> Any:
         pending = self._hook(state, bucket)
@@ -107,8 +108,9 @@ class _Overlap:
             try:
                 pending = self._update()
                 if bucket.is_last():
+                    failure, self._failure = self._failure, None
                     with self._only(self._reduced):
-                        self._zero.share({})
+                        self._zero.share({}, failure)
             except BaseException:
                 self._started, self._reduced = [], {}
                 raise
@@ -128,7 +130,11 @@ class _Overlap:
             parts = split(result, [each.shape for each in parameters])
             reduced = {each: part for each, part in zip(parameters, parts, strict=True) if each not in bucket.absent}
             with self._only(reduced):
-                self._zero.step_share(None, {})
+                try:
+                    self._zero.step_share(None, {})
+                except Exception as error:
+                    # The other ranks wait for this one in the buckets that follow, and hear of it after them.
+                    self._failure = self._failure or error
             self._reduced |= reduced
         return result
 

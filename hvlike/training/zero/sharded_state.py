@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from hvlike.collectives.api.barrier_join import barrier
-from hvlike.collectives.api.objects import broadcast_object
+from hvlike.collectives.api.objects import broadcast_object, describe_error
 from hvlike.collectives.requests.process_set import ProcessSet, global_process_set
 from hvlike.collectives.session.context import Context, current
 from hvlike.errors import StateError, UsageError
@@ -100,7 +100,7 @@ class StateService:
             try:
                 share = Share(GONE) if optimizer is None else optimizer._snapshot(version)
             except Exception as error:  # __reduce__ of any class may raise anything
-                share = Share(f"has a state that cannot be pickled ({type(error).__name__}: {error})")
+                share = Share(f"has a state that cannot be pickled ({describe_error(error)})")
             answer = ("answer", number, share.status, share.structure)
             self._channel.send(rank, Topic.ZERO_STATE, answer, list(share.tensors), kind="state")
         else:
@@ -293,6 +293,8 @@ class ShardedState(Optimizer):
                 states = self._collect(None)
             except StateError as error:
                 failure = error
+            except Exception as error:  # __reduce__ of any class may raise anything
+                failure = self._not_consolidated(f"Rank {self._group.ranks[to]} cannot: {describe_error(error)}.")
         # Until this has come, the others answer and keep their state as it is.
         wrong = broadcast_object(failure and str(failure), self._group.ranks[to], process_set=ranks)
         if wrong:

@@ -21,8 +21,9 @@ from weakref import WeakMethod, ref
 import torch
 from torch import Tensor
 
-from hvlike.backends.base import INCOMPLETE, Backend, active_ranks
+from hvlike.backends.base import FAILED, INCOMPLETE, Backend, active_ranks
 from hvlike.backends.cuda.device_backend import home_of
+from hvlike.collectives.api.objects import describe_error
 from hvlike.collectives.requests.reduction import Max, Sum, arithmetic_of
 from hvlike.collectives.session.joined_proxy import CountingJob
 from hvlike.errors import HorovodInternalError
@@ -68,6 +69,8 @@ class Steps:
         self._step_share = step_share
         self._own = [partition.parameters[place] for place in partition.owned(rank)]
         self._norm = torch.empty(0, device="cpu")
+        self._own_failure: str | None = None  # Why this rank could not update its share
+        self.failure: str | None = None  # The same of the last update, of any rank
         self._incomplete: int | None = None  # The serial number of the queue in which a rank is known to be absent
 
     # On an active rank: collective; blocks
@@ -82,10 +85,15 @@ class Steps:
         self._run(StepCommand(CLIP, arguments, []))
         return self._norm
 
-    def update(self, options: GroupOptions, arguments: dict[str, Any]) -> int:
-        active = self._run(StepCommand(UPDATE, arguments, options))
-        self.is_reduced = False
-        return active
+    def update(self, options: GroupOptions, arguments: dict[str, Any], failure: Exception | None = None) -> int:
+        """Give all ranks the shares. `failure`: of this rank's step; `self.failure` tells all ranks then."""
+        self._own_failure = None if failure is None else describe_error(failure)
+        self.failure = None
+        try:
+            return self._run(StepCommand(UPDATE, arguments, options))
+        finally:
+            self.is_reduced = False
+            self._own_failure = None
 
     def _run(self, command: StepCommand) -> int:
         queue = self._queue()
@@ -123,7 +131,8 @@ class Steps:
                 kind = command.kind
             lacks = active and kind == REDUCE and self._reduction is not None and self._reduction.is_incomplete
             # First, so that a rank that fails in its work has been counted: the others end their step.
-            count = yield from backend.count_active(active + INCOMPLETE * lacks)
+            failed = FAILED * (self._own_failure is not None)
+            count = yield from backend.count_active(active + INCOMPLETE * lacks + failed)
             present = active_ranks(count)
             if kind == REDUCE and self._reduction is not None:
                 yield from self._reduction.run(backend, active=active, incomplete=count >= INCOMPLETE)
@@ -135,6 +144,8 @@ class Steps:
                     there, command = yield from self._exchange_command(backend, command)
                     if command is not None:
                         yield from self._catch_up(backend, there, command)
+            elif count >= FAILED:
+                yield from self._tell_failure(backend)
         if kind == REDUCE and self.divides_by_active and 0 < present < size:
             gradients = [each.grad.detach() for each in self._own if each.grad is not None]
             if gradients:
@@ -189,8 +200,10 @@ class Steps:
     ) -> Coroutine[tuple[list[int], StepCommand | None]]:
         """Return the active ranks and the command of the highest; `command` is this rank's, None if it is absent."""
         flags = torch.zeros(self._partition.ranks, dtype=torch.int32, device="cpu")
-        flags[self._rank] = int(command is not None)
+        flags[self._rank] = int(command is not None) + (self._own_failure is not None)
         yield from backend.allreduce([flags], arithmetic_of(torch.int32, Sum, len(flags), 1.0, 1.0))
+        if (flags > 1).any():
+            yield from self._tell_failure(backend)
         there = flags.nonzero().view(-1).tolist()
         if not there:
             self._incomplete = None
@@ -200,15 +213,49 @@ class Steps:
         leader = there[-1]
         if command is not None and self._rank == leader:
             nothing = (place for place, each in enumerate(self._partition.parameters) if each.grad is None)
-            data = pickle.dumps(command._replace(without_gradient=frozenset(nothing)), protocol=5)
-        length = torch.tensor([len(data)], dtype=torch.int64, device="cpu")
-        yield from backend.gather([length.view(torch.uint8)], [leader])
-        payload = torch.empty(int(length), dtype=torch.uint8, device="cpu")
-        if data:
-            payload.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
-        yield from backend.gather([payload], [leader])
-        told: StepCommand = pickle.loads(payload.numpy().data)
+            data = _pickled(command._replace(without_gradient=frozenset(nothing)), leader)
+        told: StepCommand | str = pickle.loads((yield from send_bytes(backend, data, leader)))
+        if isinstance(told, str):
+            raise HorovodInternalError(told)
         return there, told
+
+    def _tell_failure(self, backend: Backend) -> Coroutine[None]:
+        """Some rank could not update its share: all learn which, the highest of them, and why."""
+        own = self._own_failure
+        highest = torch.tensor([-1 if own is None else self._rank], dtype=torch.int32, device="cpu")
+        yield from backend.allreduce([highest], arithmetic_of(torch.int32, Max, self._partition.ranks, 1.0, 1.0))
+        source, queue = int(highest), self._queue()
+        why = yield from send_bytes(backend, (own or "").encode(errors="replace"), source)
+        number = source if queue is None else queue.group.ranks[source]
+        self.failure = (
+            f"ZeroRedundancyOptimizer: rank {number} could not update its share of the parameters "
+            f"({bytes(why).decode(errors='replace')}). All ranks have the same parameters: that share is as the rank "
+            "has left it, the others are updated."
+        )
+
+
+def send_bytes(backend: Backend, data: bytes, source: int) -> Coroutine[Any]:
+    """Return on all ranks the bytes of the member `source`; those that others pass count for nothing."""
+    length = torch.tensor([len(data)], dtype=torch.int64, device="cpu")
+    yield from backend.gather([length.view(torch.uint8)], [source])
+    payload = torch.empty(int(length), dtype=torch.uint8, device="cpu")
+    if data and len(data) == len(payload):
+        payload.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+    yield from backend.gather([payload], [source])
+    return payload.numpy().data
+
+
+def _pickled(command: StepCommand, leader: int) -> bytes:
+    """What the leader sends: the command or, where that does not pickle, the text of the error for all ranks."""
+    try:
+        return pickle.dumps(command, protocol=5)
+    except Exception as error:  # __reduce__ of any class may raise anything
+        text = (
+            f"ZeroRedundancyOptimizer: a rank is out of data, and the options of the parameter groups or the arguments "
+            f"of step() cannot be sent to it by member {leader} of the ranks: they do not pickle "
+            f"({describe_error(error)})."
+        )
+        return pickle.dumps(text, protocol=5)
 
 
 def send_gradients(

@@ -33,7 +33,7 @@ def test_each_rank_gets_its_own_back(hvd: ModuleType) -> None:
     held, part = LocalStates("part"), Part(hvd.rank())
     for number in range(4):
         held.forget(number - 1)
-        held.save(number, part.local_state_dict())
+        held.save(number, part.local_state_dict)
         part.value["memory"] += 1
     assert sorted(held.commits) == [(2, 0), (3, 0)]
     assert list(held.commits[3, 0].flats) == list(dict.fromkeys([hvd.rank(), (hvd.rank() - 1) % hvd.size()]))
@@ -51,7 +51,7 @@ def test_each_rank_gets_its_own_back(hvd: ModuleType) -> None:
 def test_a_spare_gets_the_copy_of_the_rank_it_stands_for(hvd: ModuleType) -> None:
     for lost in range(hvd.size()):
         held, part = LocalStates("part"), Part(hvd.rank())
-        held.save(1, part.local_state_dict())
+        held.save(1, part.local_state_dict)
         if hvd.rank() == lost:
             held, part = LocalStates("part"), Part(99)
         give_back(held, 1, part)
@@ -62,7 +62,7 @@ def test_a_spare_gets_the_copy_of_the_rank_it_stands_for(hvd: ModuleType) -> Non
 @pytest.mark.mpi(min_size=2)
 def test_every_rank_is_told_what_two_lost_neighbours_had(hvd: ModuleType) -> None:
     held, part = LocalStates("part"), Part(hvd.rank())
-    held.save(1, part.local_state_dict())
+    held.save(1, part.local_state_dict)
     if hvd.rank() < 2:
         held = LocalStates("part")
     found = held.find(1)
@@ -76,16 +76,16 @@ def test_every_rank_is_told_what_two_lost_neighbours_had(hvd: ModuleType) -> Non
 def test_a_second_loss_before_the_copies_are_made_anew(hvd: ModuleType) -> None:
     """Rank 1 has not come to save the commit again; what all have from before is used."""
     held, part = LocalStates("part"), Part(hvd.rank())
-    held.save(1, part.local_state_dict())
+    held.save(1, part.local_state_dict)
     give_back(held, 1, part)
-    held.save(1, part.local_state_dict())
+    held.save(1, part.local_state_dict)
     if hvd.rank() == 1:
         del held.commits[1, 1]
     give_back(held, 1, part)
     # Without rank 1's own the newer one is whole, as its neighbour has it.
     assert list(held.commits) == ([] if hvd.rank() == 1 else [(1, 1)])
     assert part.value["memory"].tolist() == [hvd.rank()] * 1000
-    held.save(1, part.local_state_dict())
+    held.save(1, part.local_state_dict)
     assert (1, 2) in held.commits
 
 
@@ -101,7 +101,7 @@ def test_fewer_ranks_read_the_states_of_all(hvd: ModuleType) -> None:
 
 def test_an_object_without_local_state_costs_nothing(hvd: ModuleType) -> None:
     held, part = LocalStates("part"), Part()
-    held.save(1, {})
+    held.save(1, dict)
     assert not held.commits
     part.value = {}
     give_back(held, 1, part)

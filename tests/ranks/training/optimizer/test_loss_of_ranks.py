@@ -65,7 +65,7 @@ def test_a_spare_goes_on_with_the_memory_of_the_lost_rank(hvd: ModuleType, kind:
         first.step(step)
         second.step(step)
     shared = common(first)
-    held.save(1, first.optimizer.local_state_dict())
+    held.save(1, first.optimizer.local_state_dict)
     first.step(7)
     if hvd.rank() == 1:
         held, first = LocalStates("optimizer"), Run(hvd, compressors()[kind], SHAPES)
@@ -76,7 +76,7 @@ def test_a_spare_goes_on_with_the_memory_of_the_lost_rank(hvd: ModuleType, kind:
     give_back(held, 1, first.optimizer)
     assert held_by(first) != {} or kind == 0
     # A commit before the first step keeps what was given back.
-    held.save(2, first.optimizer.local_state_dict())
+    held.save(2, first.optimizer.local_state_dict)
     give_back(held, 2, first.optimizer)
     first.parameters = [each for group in first.optimizer.param_groups for each in group["params"]]
     for step in range(3, 5):

@@ -92,7 +92,7 @@ def test_a_spare_takes_over_the_shard_of_a_lost_rank(hvd: ModuleType) -> None:
     optimizer.load_state_dict(deepcopy(reference.state_dict()))
     held = LocalStates("optimizer")
     train(ours, optimizer, range(3, 4))
-    held.save(1, optimizer.local_state_dict())
+    held.save(1, optimizer.local_state_dict)
     weights = {name: tensor.clone() for name, tensor in ours.state_dict().items()}
     train(ours, optimizer, range(8, 10))
     hvd.shutdown()
