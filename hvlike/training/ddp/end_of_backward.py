@@ -20,7 +20,7 @@ from torch import Tensor
 
 
 class _Actions(dict[int, Callable[[], None]]):
-    """By numbers that are the same on all ranks, unlike the order in which backward adds."""
+    """In the order of numbers that are the same on all ranks, unlike the order in which backward adds."""
 
     def __call__(self) -> None:
         actions = sorted(self.items(), reverse=True)
@@ -41,11 +41,16 @@ class EndOfBackward:
     """
 
     _numbers = itertools.count()
+    _turns = itertools.count(-1, -1)
 
     def __init__(self, action: weakref.WeakMethod[Callable[[Any], None]]) -> None:
         self.number = next(EndOfBackward._numbers)  # The order in which they were made is the same on all ranks
         self._action = action
         self._pass: weakref.ref[_Actions] | None = None
+
+    def take_turn(self) -> None:
+        """Act before all others from now on."""
+        self.number = next(EndOfBackward._turns)
 
     @property
     def armed(self) -> bool:

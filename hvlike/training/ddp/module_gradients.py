@@ -82,6 +82,7 @@ class ModuleGradients(Gradients):
         groups = [{"params": list(named_parameters.values())}]
         names = {parameter: name for name, parameter in named_parameters.items()}
         super().__init__(SimpleNamespace(param_groups=groups), reduction, names, 1)
+        self._hooks.shares = True
         reset(self._slots)
 
     def set_static_graph(self) -> None:
@@ -104,6 +105,9 @@ class ModuleGradients(Gradients):
         if not ended:
             self._complete()
         missing, self._missing = self._missing, None
+        if self._hooks.lost:
+            super().take_back()
+            self._end.take_turn()
         self._look()
         self._pending = True
         if (missing and not self.find_unused) or not ended:
@@ -157,13 +161,9 @@ class ModuleGradients(Gradients):
         if self._is_gone():
             self.refresh()
 
-    def _is_reduced(self, parameter: Tensor) -> bool:
-        """A frozen parameter counts as long as it holds sums of this rank's passes, which an optimizer would use."""
-        return parameter.requires_grad or (parameter in self._holding and parameter.grad is not None)
-
-    def refresh(self) -> None:
-        self._holding = {slot.parameter for slot in self._slots if slot.reached}
-        super().refresh()
+    def _is_reduced(self, parameter: Tensor, slot: GradState | None) -> bool:
+        """What a program sets by hand is its own concern, as with any module."""
+        return parameter.requires_grad or self._stays(slot)
 
     def _replace_slots(self, parameters: list[Tensor]) -> None:
         known = set(self._slots)
@@ -210,8 +210,10 @@ class ModuleGradients(Gradients):
 
     def _ended(self, output: Any) -> None:
         """The pass has ended; `output` is the node through which it has come. Collective where it reduces; blocks."""
-        if not self._under_way and not (self._slots and output is not None and adds_all_from(output)):
-            return
+        if not self._under_way:
+            concerned = any(slot.reached or not slot.rests for slot in self._slots)
+            if not (concerned and output is not None and adds_all_from(output)):
+                return
         twice = self._complete()
         if not twice:
             return
@@ -250,7 +252,7 @@ class ModuleGradients(Gradients):
         arrived = super()._all_arrived()
         unreached: dict[GradState, None] = {}
         if arrived is None:
-            unreached = {each: None for each in self._slots if not _is_reached(each) and each.parameter.requires_grad}
+            unreached = {each: None for each in self._slots if not (self._is_reached(each) or each.rests)}
         if self._missing is not None:
             unreached = {slot: None for slot in self._missing if slot in unreached}
         self._missing = unreached
@@ -259,15 +261,26 @@ class ModuleGradients(Gradients):
         return arrived
 
     def _contribution(self, slot: GradState) -> Tensor:
-        if not self.find_unused or _is_reached(slot):
+        if not self.find_unused or self._is_reached(slot):
             return super()._contribution(slot)
         # A copy: the gradient itself stays as it is if no rank has used the parameter.
         gradient = slot.parameter.grad
         slot.wire = slot.nothing() if gradient is None else gradient.detach().clone()
         return slot.wire
 
+    def _is_reached(self, slot: GradState) -> bool:
+        if slot.handed_over is not None or slot.reached or slot.passes > 0:
+            return True
+        # The hook is that of another module, which shares the parameter.
+        return bool(self._hooks.lost) and id(slot.parameter) in self._hooks.lost
+
+    def take_back(self) -> None:
+        """At the end of backward. A module whose forward came later, and which shares parameters, has reduced them."""
+        if not self._hooks.lost_to_sharers:
+            super().take_back()
+
     def _is_missing(self, slot: GradState) -> bool:
-        return not _is_reached(slot) if self.find_unused else super()._is_missing(slot)
+        return super()._is_missing(slot) or (self.find_unused and not self._is_reached(slot))
 
     def reduce_by(self, compression: CompressorLike | None, hook: Hook | None, state: Any) -> None:
         if self._under_way:
@@ -276,6 +289,7 @@ class ModuleGradients(Gradients):
             self.reduction = replace(self.reduction, compression=compression)
         self.hook = hook
         self.hook_state = state
+        self._hooks.shares = hook is None
         self._drop_reducer()
 
     def reduce_zeros(self) -> None:
@@ -299,10 +313,6 @@ class ModuleGradients(Gradients):
         self._missing = None
         self._pending = self._under_way = False
         self._twice = []
-
-
-def _is_reached(slot: GradState) -> bool:
-    return slot.handed_over is not None or slot.reached or slot.passes > 0
 
 
 def _output_is_reached(reference: weakref.ref[ModuleGradients], _: Tensor) -> None:

@@ -46,6 +46,8 @@ class AdasumDeltas(Gradients):
         """Reduce nothing; after a closure in step() refuse gradients whose changes will not be reduced."""
         if self.keep_local:
             raise usage_errors.inside_no_sync(call)
+        if self._hooks.lost:
+            self.take_back()
         late = self._late_gradients() if self._is_stepping else None
         if late is not None:
             raise late
@@ -92,8 +94,8 @@ class AdasumDeltas(Gradients):
             self._is_stepping = False
         self._reduce_changes(reducer)
 
-    def _is_reduced(self, parameter: Tensor) -> bool:
-        return super()._is_reduced(parameter) and not isinstance(parameter, UninitializedParameter)
+    def _is_reduced(self, parameter: Tensor, slot: GradState | None) -> bool:
+        return super()._is_reduced(parameter, slot) and not isinstance(parameter, UninitializedParameter)
 
     def _check(self, slot: GradState) -> None:
         try:

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn.parameter import UninitializedParameter
 from torch.utils.hooks import RemovableHandle
 
+from hvlike.training.gradients.ownership import Claim
 from hvlike.transport.memory.own_memory import check_parameter
 
 
@@ -43,15 +44,16 @@ class Phase(enum.Enum):
     SYNCHRONIZED = "all gradients are reduced"
 
 
-class GradientHooks:
-    """The hooks of one owner; they end with this object.
+class GradientHooks(Claim):
+    """The hooks of one owner, on parameters that no other wrapper holds; they end with this object.
 
     A node lives only as long as somebody holds it: without the reference kept here the hooks would silently never
     run. A node also keeps its hooks alive outside of the garbage collector's sight, so a hook may hold the owner
     only weakly, or neither would ever be freed.
     """
 
-    def __init__(self, owner: Any, on_gradient: Callable[[Any, Any], None]) -> None:
+    def __init__(self, owner: Any, on_gradient: Callable[[Any, Any], None], wrapper: str = "owner") -> None:
+        super().__init__(wrapper)
         self._owner = weakref.ref(owner)
         self._on_gradient = on_gradient
         self._attached: dict[int, tuple[Any, RemovableHandle]] = {}
@@ -60,6 +62,8 @@ class GradientHooks:
         """Call `on_gradient(owner, key)` whenever the gradient of `parameter` is done; replaces an earlier hook."""
         self.detach(parameter)
         if not parameter.is_leaf or not parameter.requires_grad or isinstance(parameter, UninitializedParameter):
+            return
+        if id(parameter) in self.lost:
             return
         with torch.enable_grad():
             function = parameter.expand_as(parameter).grad_fn
@@ -73,6 +77,13 @@ class GradientHooks:
         _, handle = self._attached.pop(id(parameter), (None, None))
         if handle is not None:
             handle.remove()
+
+    def _lose(self, key: int) -> None:
+        super()._lose(key)
+        self.detach(self.lost[key])
+        owner = self._owner()
+        if owner is not None:
+            owner.has_lost()
 
     def node_of(self, parameter: Tensor) -> Any:
         """Return the AccumulateGrad node of a parameter that has a hook; None for others."""
@@ -108,12 +119,14 @@ class GradState:
     device: torch.device = field(init=False)
     is_lazy: bool = field(init=False)  # Made while the parameter had no shape yet (lazy modules)
     is_frozen: bool = field(init=False)  # Made for a gradient that a frozen parameter holds, and so without a hook
+    rests: bool = False  # The parameter was frozen when the program's changes were followed last
+    has_rested: bool = field(init=False)  # And so in a reduction: ranks cannot differ any more in what it holds
 
     def __post_init__(self) -> None:
         self.dtype = gradient_dtype(self.parameter)
         self.device = self.parameter.device
         self.is_lazy = isinstance(self.parameter, UninitializedParameter)
-        self.is_frozen = not self.parameter.requires_grad
+        self.is_frozen = self.has_rested = not self.parameter.requires_grad
         if not self.is_lazy:
             check_parameter(f"parameter {self.name!r}", self.parameter)
 
@@ -126,6 +139,10 @@ class GradState:
             and not (self.is_lazy and not isinstance(parameter, UninitializedParameter))
             and not (self.is_frozen and parameter.requires_grad)
         )
+
+    def note_rest(self) -> None:
+        self.rests = not self.parameter.requires_grad
+        self.has_rested = self.has_rested and self.rests
 
     @property
     def was_changed(self) -> bool:
@@ -182,6 +199,7 @@ def reset(slots: Iterable[GradState]) -> None:
         slot.reached = False
         slot.handed_over = None
         slot.wire = None
+        slot.has_rested = slot.rests
 
 
 class OneHook:

@@ -15,12 +15,13 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 from torch import Tensor
 
 from hvlike.backends.arithmetic.reduce_op import ReduceOp
-from hvlike.collectives.session.context import Context, current, is_running
+from hvlike.collectives.session.context import Context, current
 from hvlike.errors import UsageError
 from hvlike.training.gradients import usage_errors
-from hvlike.training.gradients.grad_state import GradientHooks, GradState, OneHook, Phase, are_those, gradient_of, reset
-from hvlike.training.gradients.parameters import Comparison, ParamGroupDiff, check_passes, name_parameters
+from hvlike.training.gradients.grad_state import GradState, Phase, are_those, gradient_of, reset
+from hvlike.training.gradients.parameters import Comparison, check_passes
 from hvlike.training.gradients.planned_reducer import PlannedReducer
+from hvlike.training.gradients.reduced_parameters import ReducedParameters
 from hvlike.training.gradients.reduction import Reducer, Reduction
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 _handed_over: Callable[[GradState], Any] = attrgetter("handed_over")
 
 
-class Gradients:
+class Gradients(ReducedParameters):
     """Reduces the gradients of an optimizer's parameters over the ranks.
 
     A hook counts each gradient that backward has finished and, with the last pass of a step, hands it to the reducer.
@@ -38,30 +39,19 @@ class Gradients:
     """
 
     allows_one_hook: ClassVar[bool] = True  # Nothing but the reducer needs to know when a gradient arrives
-    takes_any_gradient: ClassVar[bool] = True  # Also what the program has set by hand, of frozen parameters too
 
     def __init__(
         self, optimizer: Any, reduction: Reduction, names: Mapping[Tensor, str], backward_passes_per_step: int
     ) -> None:
+        super().__init__(optimizer, reduction, names, type(self).arrived)
         self.phase = Phase.IDLE
         self.keep_local = False  # Inside no_sync(): arrivals are not reduced
         self.backward_passes_per_step = check_passes(backward_passes_per_step)
-        self.reduction = reduction
         self.divides_by_active = False  # In averages; else ranks that have joined count as zeros
         self.name: str | None = None  # What the ranks match this optimizer by; known from its first reduction on
-        self._optimizer = optimizer
-        self.given_names = dict(names)  # Names from the user, also of parameters that may be added later
-        self._slots: list[GradState] = []
-        self._parameters: list[Tensor] = []
-        self._hooks = GradientHooks(self, type(self).arrived)
-        self._one_hook = OneHook(self._hooks)
-        self.reducer: Reducer | None = None
         self.tuner: Tuner | None = None
         self._waiting: list[GradState] = []
         self._collects = False  # While gradients are reduced: an arrival only has to be noted
-        self._watch: ParamGroupDiff | None = None  # None: look thoroughly before the next reduction
-        self._left_out: list[Tensor] = []  # Frozen without a gradient
-        self._context: Context | None = None
         self.comparison = Comparison(optimizer)
         self._lock = threading.Lock()
         self.refresh()
@@ -154,6 +144,8 @@ class Gradients:
             return
         if self.keep_local:
             raise usage_errors.inside_no_sync(call)
+        if self._hooks.lost:
+            self.take_back()
         if self.phase is not Phase.REDUCING:
             self.refresh()
         self.phase = Phase.REDUCING
@@ -168,14 +160,6 @@ class Gradients:
         if disturbed is not None:
             self.phase = Phase.IDLE
             raise disturbed
-
-    def _late_gradients(self) -> UsageError | None:
-        """Return the error for gradients that the step would use, and that came too late to be reduced with others."""
-        late = [parameter for parameter in self._left_out if parameter.grad is not None]
-        if not late:
-            return None
-        names = name_parameters(self._optimizer.param_groups, self.given_names)
-        return usage_errors.came_late([names[each] for each in late])
 
     def join_begins(self, *, divides_by_active: bool) -> None:
         """Have a name and a reducer before the first reduction, so that this rank can follow others. Local."""
@@ -246,11 +230,6 @@ class Gradients:
                 self._follow_changes()
                 self.phase = Phase.REDUCING
 
-    def _follow_changes(self) -> None:
-        """See what the program has changed since the last pass. Local."""
-        if self._is_gone() or self._watch is None or self._watch.sees_change(self._optimizer.param_groups):
-            self.refresh()
-
     def _hand_over(self, slot: GradState, gradient: Tensor) -> None:
         if self.phase is not Phase.REDUCING:
             self._begin_reducing()
@@ -266,49 +245,6 @@ class Gradients:
         else:
             self.reducer.mark_ready(slot.index, slot.to_reduce(gradient, densify=self.reduction.sparse_as_dense))
             self._collects = not self.reducer.wants_marks and self.backward_passes_per_step == 1
-
-    def refresh(self) -> None:
-        """Follow changes of the parameter groups, of requires_grad, and of the running hvlike. Local."""
-        groups = self._optimizer.param_groups
-        wanted: list[Tensor] = []
-        left_out: list[Tensor] = []
-        for parameter in (each for group in groups for each in group["params"]):
-            (wanted if self._is_reduced(parameter) else left_out).append(parameter)
-        self._left_out = left_out if self.takes_any_gradient else []
-        held = [parameter for parameter in wanted if not parameter.requires_grad]
-        self._watch = ParamGroupDiff(groups, self._left_out, held)
-        if self._is_gone():
-            self._drop_reducer()
-        same = len(wanted) == len(self._slots) and all(
-            slot.still_fits(parameter) for slot, parameter in zip(self._slots, wanted, strict=True)
-        )
-        if not same:
-            self._replace_slots(wanted)
-            self._drop_reducer()
-
-    def _is_gone(self) -> bool:
-        return self.reducer is not None and not (is_running() and current() is self._context)
-
-    def _is_reduced(self, parameter: Tensor) -> bool:
-        # Optimizers also step on the gradient of a frozen parameter, which may be this rank's own.
-        return parameter.requires_grad or parameter.grad is not None
-
-    def _replace_slots(self, parameters: list[Tensor]) -> None:
-        names = name_parameters(self._optimizer.param_groups, self.given_names)
-        known = {slot.parameter: slot for slot in self._slots}
-        slots = []
-        for index, parameter in enumerate(parameters):
-            slot = known.pop(parameter, None)
-            if slot is None or not slot.still_fits(parameter):
-                slot = GradState(names[parameter], parameter)
-                self._hooks.attach(parameter, slot)
-            slot.index = index
-            slots.append(slot)
-        for slot in known.values():
-            slot.index = -1
-            self._hooks.detach(slot.parameter)
-        self._slots = slots
-        self._parameters = parameters
 
     def _reduce(self) -> UsageError | None:
         """Reduce all gradients in place, on every rank of the set; return the error for those exchanged meanwhile."""
@@ -387,6 +323,7 @@ class Gradients:
             self._context, self.name, self.tuner = context, None, None
         if self.reducer is None and self._slots:
             self.reducer = self._new_reducer(context)
+            self._hooks.is_used = self.reducer is not None
         waiting, self._waiting = self._waiting, []
         if self.reducer is not None:
             for slot in waiting:
@@ -411,9 +348,10 @@ class Gradients:
             self.tuner = tune(self.tuner, reducer, self.name, self.reduction.process_set)
         return reducer
 
-    def names(self) -> dict[Tensor, str]:
-        """Return the parameters whose gradients are reduced, by their names. Local."""
-        return {slot.parameter: slot.name for slot in self._slots}
+    def has_lost(self) -> None:
+        """Another wrapper reduces a parameter now. What has arrived here, and waits, is its concern. Local."""
+        if self.phase is Phase.REDUCING and self.reducer is None:
+            self.abandon()
 
     def being_reduced(self) -> list[Tensor]:
         """Return the parameters whose gradients are under way, or waited for by step(). Local."""
@@ -428,9 +366,3 @@ class Gradients:
         reset(self._slots)
         self._collects = False
         self.phase = Phase.IDLE
-
-    def _drop_reducer(self) -> None:
-        self._one_hook.end(self._slots)
-        reducer, self.reducer = self.reducer, None
-        if reducer is not None:
-            reducer.close()

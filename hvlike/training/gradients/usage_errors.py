@@ -52,8 +52,7 @@ def too_many_passes(name: str, passes: int) -> UsageError:
         f"Gradients were computed more than backward_passes_per_step times before call to step(). Increase "
         f"backward_passes_per_step to accumulate gradients locally. Parameter {name!r} has had {passes} of {passes} "
         f"backward passes and its gradient is being reduced. Accumulate under optimizer.no_sync() all passes but the "
-        f"last, or call optimizer.step() after each; a second DistributedOptimizer that is still alive for the same "
-        f"parameters has the same effect. {DROP}"
+        f"last, or call optimizer.step() after each. {DROP}"
     )
 
 

@@ -22,6 +22,7 @@ from hvlike.collectives.session.context import current
 from hvlike.errors import HorovodInternalError, StateError, UsageError
 from hvlike.training.gradients.grad_state import declared_dtype, gradient_dtype
 from hvlike.training.gradients.optimizer_wrapper import is_read_by_grad_scaler
+from hvlike.training.gradients.ownership import Claim
 from hvlike.training.gradients.parameters import (
     GroupOptions,
     copy_options,
@@ -116,9 +117,9 @@ class ZeroRedundancyOptimizer(ShardedState, BuiltInJoinable):
         self._group = current().find_set(self.process_set, "ZeroRedundancyOptimizer").group
         self.rank, self.world_size = self._group.rank, self._group.size
         self.parameters_as_bucket_view = parameters_as_bucket_view
-        self.reduces_gradients = reduce_gradients
-        self.overlaps_with_ddp = overlap_with_ddp
+        self.reduces_gradients, self.overlaps_with_ddp = reduce_gradients, overlap_with_ddp
         self._partition = Partition(self._groups, self.world_size)
+        self._claim = Claim("ZeroRedundancyOptimizer with reduce_gradients=True")
         self.optim: Optimizer = optimizer_class(self._partition.groups_of(self.rank), **defaults)
         self.state = self.optim.state
         copy_options(self.optim.param_groups, self._groups)
@@ -223,6 +224,7 @@ class ZeroRedundancyOptimizer(ShardedState, BuiltInJoinable):
     def _reduce(self) -> None:
         if not self.reduces_gradients or self.world_size == 1:
             return
+        self._claim.use(self._partition.parameters)
         if not self._steps.is_reduced:
             self._steps.reduce()
             return
@@ -383,6 +385,7 @@ class ZeroRedundancyOptimizer(ShardedState, BuiltInJoinable):
         self._prepare()
 
     def _prepare(self) -> None:
+        self._claim.take(self._partition.parameters if self.reduces_gradients else [])
         described: dict[str, Any] = {"number of parameter groups": len(self._groups)}
         for number, group in enumerate(self._groups):
             described[f"number of parameters in group {number}"] = len(group["params"])

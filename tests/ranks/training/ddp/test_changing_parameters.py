@@ -248,3 +248,17 @@ def test_sums_of_a_thawed_layer_from_a_pass_beside_the_wrapper(hvd: ModuleType) 
     module(share(hvd, inputs()), "rest").sum().backward()
     ddp(share(hvd, inputs()), "used").sum().backward()
     assert same_on_all_ranks(gradients(module))
+
+
+@pytest.mark.parametrize("way", ["plain", "find_unused_parameters"])
+def test_frozen_while_one_rank_alone_holds_sums(hvd: ModuleType, way: str) -> None:
+    module = nn.ModuleDict({"used": nn.Linear(4, 2), "rare": nn.Linear(4, 2)})
+    module.forward = lambda x, name: module[name](x)  # type: ignore[method-assign]
+    ddp = DistributedDataParallel(module, **({way: True} if way != "plain" else {}))
+    if hvd.rank() == 0:
+        with ddp.no_sync():
+            ddp(inputs(), "rare").sum().backward()
+    module["rare"].requires_grad_(False)
+    for step in range(3):
+        ddp(share(hvd, inputs(step)), "used").sum().backward()
+        assert same_on_all_ranks(gradients(module))

@@ -173,3 +173,28 @@ def test_adasum_with_gradients_that_come_in_the_closure(hvd: ModuleType) -> None
     with pytest.raises(UsageError, match=r"'0\.weight', '0\.bias'"):
         optimizer.step(late)
     optimizer.step(closure)
+
+
+@pytest.mark.parametrize("op", [hvlike.Average, hvlike.Adasum])
+def test_frozen_while_one_rank_alone_holds_sums(hvd: ModuleType, op: int) -> None:
+    """The other ranks have not used the layer; afterwards it rests, untouched by weight decay."""
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"used": nn.Linear(2, 2), "rare": nn.Linear(2, 2)})
+    optimizer = DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.5), model.named_parameters(), op=op
+    )
+    start = model["rare"].weight.detach().clone()
+    for step in range(4):
+        optimizer.zero_grad()
+        model.requires_grad_(True)
+        if step == 1 and hvd.rank() == 0:
+            with optimizer.no_sync():
+                model["rare"](torch.ones(1, 2)).sum().backward()
+        if step:
+            model["rare"].requires_grad_(False)
+        model["used"](torch.ones(1, 2)).sum().backward()
+        before = model["rare"].weight.detach().clone()
+        optimizer.step()
+        assert same_on_all_ranks(model.parameters())
+        assert torch.equal(before, model["rare"].weight) == (step != 1)
+    assert not torch.equal(start, model["rare"].weight)

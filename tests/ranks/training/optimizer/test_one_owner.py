@@ -1,0 +1,186 @@
+"""A parameter that several wrappers hold is reduced once, by the one that is used; two in use are refused."""
+
+from collections.abc import Callable, Mapping
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from support.training.problem import largest_difference, loss_of, make_model, same_on_all_ranks, share, whole_batch
+from torch import nn
+
+import hvlike
+from hvlike.errors import UsageError
+from hvlike.nn import DistributedDataParallel
+from hvlike.optim import ZeroRedundancyOptimizer
+
+
+class Wrapped:
+    """A model and what trains it, in one of several ways."""
+
+    def __init__(self, way: str, module: nn.Module) -> None:
+        parameters = list(module.parameters())
+        self.module = module
+        self.optimizer: Any = torch.optim.SGD(parameters, lr=0.1)
+        if way == "ddp":
+            self.module = DistributedDataParallel(module)
+        elif way == "zero":
+            self.optimizer = ZeroRedundancyOptimizer(parameters, torch.optim.SGD, lr=0.1, reduce_gradients=True)
+        else:
+            op = hvlike.Adasum if way == "adasum" else hvlike.Average
+            self.optimizer = hvlike.DistributedOptimizer(self.optimizer, module.named_parameters(), op=op)
+
+    def step(self, hvd: ModuleType, number: int = 0) -> None:
+        self.optimizer.zero_grad()
+        loss_of(self.module, share(hvd, whole_batch(number))).backward()
+        self.optimizer.step()
+
+
+WAYS = ["optimizer", "ddp", "zero", "adasum"]
+TWICE = r"The gradients of .* would be reduced twice: by this .*, and by a .* of the same parameters"
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("settings", [{}, {"HVLIKE_OVERLAP": "1", "HVLIKE_BUCKET_BYTES": "256"}])
+@pytest.mark.parametrize("second", WAYS)
+@pytest.mark.parametrize("first", WAYS)
+def test_two_in_use_are_refused(
+    hvd: ModuleType,
+    restarted: Callable[[Mapping[str, str]], None],
+    first: str,
+    second: str,
+    settings: dict[str, str],
+) -> None:
+    if first == second == "ddp":
+        pytest.skip("modules share parameters")
+    restarted(settings)
+    module = make_model()
+    one, other = Wrapped(first, module), Wrapped(second, module)
+    one.step(hvd)
+    with pytest.raises(UsageError, match=TWICE):
+        other.step(hvd)
+    if first == "optimizer":
+        # It has seen that backward pass.
+        one.optimizer.step()
+    one.step(hvd, 1)
+    # Nothing was lost, and the one that is left goes on.
+    del one
+    other.step(hvd, 2)
+    other.step(hvd, 3)
+    assert same_on_all_ranks(module.parameters())
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("op", [hvlike.Sum, hvlike.Average])
+def test_one_backward_pass_for_two_optimizers(hvd: ModuleType, op: int) -> None:
+    module = make_model()
+    plain = [torch.optim.SGD(module.parameters(), lr=0.1) for _ in range(2)]
+    first, second = (hvlike.DistributedOptimizer(each, module.named_parameters(), op=op) for each in plain)
+    loss_of(module, share(hvd, whole_batch())).backward()
+    first.step()
+    with pytest.raises(UsageError, match=r"The gradients of '0\.weight', '0\.bias', .* \(6 in all\) would be reduced"):
+        second.step()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_an_optimizer_around_a_wrapped_module(hvd: ModuleType) -> None:
+    """The common mistake; the text says what to use."""
+    model = DistributedDataParallel(make_model())
+    optimizer = hvlike.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
+    loss_of(model, share(hvd, whole_batch())).backward()
+    with pytest.raises(UsageError, match="a plain optimizer with a DistributedDataParallel"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("second", WAYS)
+@pytest.mark.parametrize("first", WAYS)
+def test_one_that_is_not_used_any_more(hvd: ModuleType, first: str, second: str) -> None:
+    """A program wraps anew to resume, and keeps the old wrapper; before that the new one waits for its turn."""
+    module, expected = make_model(), make_model()
+    old, kept = Wrapped(first, module), Wrapped(second, module)
+    old.step(hvd)
+    del kept
+    new = Wrapped(second, module)
+    for number in range(1, 4):
+        new.step(hvd, number)
+    if "adasum" not in (first, second):
+        plain = torch.optim.SGD(expected.parameters(), lr=0.1)
+        for number in range(4):
+            plain.zero_grad()
+            loss_of(expected, whole_batch(number)).backward()
+            plain.step()
+        assert largest_difference(module.parameters(), expected.parameters()) < 1e-6
+    assert same_on_all_ranks(module.parameters())
+    del old
+
+
+@pytest.mark.parametrize("settings", [{}, {"HVLIKE_OVERLAP": "1", "HVLIKE_BUCKET_BYTES": "256"}])
+def test_one_made_between_backward_and_step(
+    hvd: ModuleType, restarted: Callable[[Mapping[str, str]], None], settings: dict[str, str]
+) -> None:
+    restarted(settings)
+    module, expected = make_model(), make_model()
+    used = Wrapped("optimizer", module)
+    plain = torch.optim.SGD(expected.parameters(), lr=0.1)
+    for number in range(3):
+        used.optimizer.zero_grad()
+        loss_of(module, share(hvd, whole_batch(number))).backward()
+        unused = Wrapped("optimizer", module)
+        used.optimizer.step()
+        plain.zero_grad()
+        loss_of(expected, whole_batch(number)).backward()
+        plain.step()
+    assert largest_difference(module.parameters(), expected.parameters()) < 1e-6
+    del unused
+
+
+def test_a_module_beside_an_optimizer_that_reduces_nothing(hvd: ModuleType) -> None:
+    module, expected = make_model(), make_model()
+    model = DistributedDataParallel(module)
+    optimizer = ZeroRedundancyOptimizer(module.parameters(), torch.optim.SGD, lr=0.1)
+    plain = torch.optim.SGD(expected.parameters(), lr=0.1)
+    for number in range(3):
+        for each, other, batch in (
+            (optimizer, model, share(hvd, whole_batch(number))),
+            (plain, expected, whole_batch(number)),
+        ):
+            each.zero_grad()
+            loss_of(other, batch).backward()
+            each.step()
+    assert largest_difference(module.parameters(), expected.parameters()) < 1e-6
+
+
+def test_optimizers_of_parts_that_train_in_turn(hvd: ModuleType) -> None:
+    """Both were made for all parameters; each thaws its own part."""
+    module = make_model()
+    parts = [list(module.parameters())[:4], list(module.parameters())[4:]]
+    optimizers = []
+    for part in parts:
+        module.requires_grad_(False)
+        for parameter in part:
+            parameter.requires_grad_(True)
+        plain = torch.optim.SGD(module.parameters(), lr=0.1)
+        optimizers.append(hvlike.DistributedOptimizer(plain, module.named_parameters()))
+    for number in range(4):
+        module.requires_grad_(False)
+        for parameter in parts[number % 2]:
+            parameter.requires_grad_(True)
+        module.zero_grad()
+        loss_of(module, share(hvd, whole_batch(number))).backward()
+        optimizers[number % 2].step()
+        assert same_on_all_ranks(module.parameters())
+
+
+def test_two_sets_of_ranks(hvd: ModuleType) -> None:
+    """Every rank makes both optimizers, and uses that of its set."""
+    sets = [hvd.add_process_set([rank]) for rank in range(hvd.size())]
+    module = make_model()
+    optimizers = [
+        hvlike.DistributedOptimizer(torch.optim.SGD(module.parameters(), lr=0.1), process_set=each) for each in sets
+    ]
+    for number in range(2):
+        optimizers[hvd.rank()].zero_grad()
+        loss_of(module, share(hvd, whole_batch(number))).backward()
+        optimizers[hvd.rank()].step()
+    for each in sets:
+        hvd.remove_process_set(each)
