@@ -22,6 +22,7 @@ from hvlike.errors import LaunchError, UsageError
 from hvlike.transport.failure import fault_tolerance, guard
 from hvlike.transport.failure.fault_tolerance import Job
 from hvlike.transport.failure.fault_tolerant_comm import failed_ranks
+from hvlike.transport.failure.loss_watch import LossWatch
 from hvlike.transport.failure.watchdog import init_watchdog, start_watchdog
 from hvlike.transport.host import launchers, mpi_library, topology
 
@@ -244,6 +245,7 @@ def _begin_job(
     else:
         source = _check_comm(mpi, comm)
         job = Job(mpi, _make_private(mpi, source) if isinstance(source, tuple) else source, spares)
+        LossWatch(job.neighbours, guard.give_up)
     Job.current = job
     made = []
 

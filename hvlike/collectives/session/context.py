@@ -170,7 +170,8 @@ class Context:
         self.guard.before_end.append(self.fabric.recorder.flush)
         settings.apply(self.fabric)
         self._processes = {rank: bell.process for rank, bell in self.fabric.bells.items()}
-        self._liveness = Liveness(self._processes)
+        # Under fault tolerance MPI is told who is lost, and asked.
+        self._liveness = Liveness({} if self.world.job is not None else self._processes)
         self.registry = Registry(self.fabric, knobs, lambda error: self._fail_all(error))
         self._shutdown_barrier = ShutdownBarrier(self.fabric, self._part, stall_limits(knobs))
         self.fabric.ticks += [self.guard.watch_parent, self._watch]

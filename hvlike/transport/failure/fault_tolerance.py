@@ -11,9 +11,10 @@ lost process fail, and the survivors can make a new communicator:
 which hide failures (fault_tolerant_comm.py).
 
 Open MPI learns of a lost process by an event of PMIx, the protocol between a process and the daemon of the launcher
-that has started it. From behind a cut link no event comes, and MPI's agreement among survivors would wait for ever. So
-a process that knows better sends the event to itself (`Job.lose`): MPI then takes these processes for failed and can do
-without them, as if they had been killed.
+that has started it. From behind a cut link no event comes, nor where a wrapper stands between launcher and rank, and
+MPI's agreement among survivors would wait for ever. So a process that knows better sends the event to itself
+(`report_lost`): MPI then takes these processes for failed and can do without them, as if they had been killed. What
+MPI knows is the one truth about who is lost.
 
 Source: User-Level Failure Mitigation, as in Open MPI 5 (docs.open-mpi.org, "User-Level Fault Mitigation"). PMIx
 standard 4.1, PMIx_Notify_event, PMIX_ERR_PROC_ABORTED, PMIX_RANGE_PROC_LOCAL, PMIx_Abort.
@@ -37,6 +38,7 @@ import numpy as np
 from hvlike.errors import LaunchError, PeerLeftError, UsageError
 from hvlike.observe import printing
 from hvlike.transport.failure.fault_tolerant_comm import GARBAGE, Communicator, is_failure
+from hvlike.transport.host import topology
 from hvlike.transport.host.mpi_library import ForkMark, mapped_files
 
 ENABLED = "OMPI_MCA_mpi_ft_enable"
@@ -177,7 +179,11 @@ class Job:
         self.settle()
         self.goes_on_without_this = False  # Whether the others train on when this process ends with an error
         self.restarts = 0
-        self._hosts: dict[int, str] = dict(self.comm.allgather((mpi.COMM_WORLD.rank, mpi.Get_processor_name())))
+        here = mpi.Get_processor_name(), topology.machine_id(), _process_numbers()
+        told = self.comm.allgather((mpi.COMM_WORLD.rank, here, os.getpid()))
+        self._hosts: dict[int, str] = {place: host for place, (host, *_), _ in told}
+        # Of other ranks of this node, by their number in COMM_WORLD; only where process ids mean the same.
+        self.neighbours = {place: process for place, there, process in told if there == here and process != os.getpid()}
         self.losses = 0
         self.last_loss = -math.inf  # Of time.monotonic()
         if Job.current is None:
@@ -277,7 +283,7 @@ class Job:
         lost = {places[rank] for rank in ranks}
         dark = {self._hosts[place] for place in lost} - {self._hosts[place] for place in places if place not in lost}
         waiting = {place for place, host in self._hosts.items() if place not in places and host in dark}
-        return _report_lost(sorted(lost | waiting))
+        return report_lost(sorted(lost | waiting))
 
     def agree(self, answer: bool, perform: Callable[[Callable[[], None]], None] = _at_once) -> bool:
         """Whether all processes that are left say yes: the same on each of them, also once this was revoked. Blocks.
@@ -339,11 +345,19 @@ def as_error(mpi: ModuleType, error: BaseException) -> BaseException:
     return PeerLeftError(f"A rank was lost while the ranks were starting: {error}") if is_failure(mpi, error) else error
 
 
+def _process_numbers() -> str:
+    """Where the process ids of this process hold."""
+    try:
+        return os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return ""
+
+
 class _Process(ctypes.Structure):
     _fields_ = (("namespace", ctypes.c_char * 256), ("rank", ctypes.c_uint32))
 
 
-def _report_lost(ranks: Iterable[int]) -> bool:
+def report_lost(ranks: Iterable[int]) -> bool:
     """Have MPI take these ranks of COMM_WORLD for lost, in this process. Local; False where PMIx cannot be told."""
     library = _load_pmix()
     namespace = os.environ.get("PMIX_NAMESPACE", "").encode()

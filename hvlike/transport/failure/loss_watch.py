@@ -1,0 +1,62 @@
+"""Who is lost, told to MPI: the processes of this node are watched, whatever the launcher hears of them.
+
+Under fault tolerance MPI learns of a lost process from the launcher, and the launcher from the end of the process that
+it has started itself. What stands between the two hides the loss: a wrapper (`uv run`, `timeout`, a script of the site)
+ends in order when the rank below it is killed. So does a process that ends by `_exit` with a status. MPI would wait for
+it for ever, in agreements above all. So a thread of each rank looks whether the processes of its node exist, and tells
+MPI of those that do not: what MPI knows is the one truth about who is lost, for all that waits, however it waits.
+"""
+
+from __future__ import annotations
+
+import atexit
+import threading
+from collections.abc import Callable, Mapping
+from typing import ClassVar
+
+from hvlike.transport.failure.fault_tolerance import report_lost
+from hvlike.transport.failure.watchdog import Liveness
+from hvlike.transport.host.mpi_library import ForkMark
+
+LOOK_SECONDS = 0.1
+
+
+class LossWatch:
+    """The thread of this process. One at a time: a new one takes the place of the last."""
+
+    current: ClassVar[LossWatch | None] = None
+
+    def __init__(self, processes: Mapping[int, int], give_up: Callable[[str, str], None]) -> None:
+        """processes: by rank of COMM_WORLD, those of this node without this one. give_up: ends the job where MPI cannot
+        be told.
+        """
+        if LossWatch.current is None:
+            # Registered after what ends MPI, so it runs before: who ends well is not lost.
+            atexit.register(_stop_current)
+        else:
+            LossWatch.current.stop()
+        LossWatch.current = self
+        self._liveness = Liveness(processes)
+        self._give_up = give_up
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="hvlike-loss-watch", daemon=True)
+        if processes:
+            self._thread.start()
+
+    def stop(self) -> None:
+        """Watch no more. Blocks for as long as one look takes."""
+        self._over.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._over.wait(LOOK_SECONDS):
+            lost = self._liveness.lost()
+            if lost and not report_lost(lost):
+                text = f"the processes with the numbers {lost} of the job have vanished, and MPI cannot be told of it"
+                self._give_up(f"hvlike: {text}; the job ends", text)
+
+
+def _stop_current() -> None:
+    if LossWatch.current is not None and not ForkMark.forked:
+        LossWatch.current.stop()
