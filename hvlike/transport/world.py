@@ -22,9 +22,11 @@ from hvlike.errors import LaunchError, UsageError
 from hvlike.transport.failure import fault_tolerance, guard
 from hvlike.transport.failure.fault_tolerance import Job
 from hvlike.transport.failure.fault_tolerant_comm import failed_ranks
+from hvlike.transport.failure.forked_child import watch_forks
 from hvlike.transport.failure.loss_watch import LossWatch
 from hvlike.transport.failure.watchdog import init_watchdog, start_watchdog
 from hvlike.transport.host import launchers, mpi_library, topology
+from hvlike.transport.host.spawned_children import keep_mpi_from_spawned
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -82,6 +84,8 @@ class World(topology.Topology):
                         mpi = mpi_library.load_mpi(serialized=serialized, threads_go_on=True)
                 else:
                     mpi = mpi_library.load_mpi(serialized=serialized)
+                watch_forks()
+                keep_mpi_from_spawned()
                 library = mpi_library.library_name(mpi)
                 launchers.check_launcher(os.environ, mpi.COMM_WORLD.Get_size(), library)
                 if ranks_per_node is not None and ranks_per_node < 1:

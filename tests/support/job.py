@@ -33,6 +33,15 @@ OPEN_MPI_SETTINGS = {
     "OMPI_MCA_pml": "ob1",
     "OMPI_MCA_btl": "self,sm",
 }
+WRAPPERS = {
+    "nothing": [],
+    "a shell": ["bash", "-c", '"$@"; exit $?', "bash"],
+    "Python": [sys.executable, "-c", "import subprocess, sys; sys.exit(subprocess.run(sys.argv[1:]).returncode)"],
+    "timeout": ["timeout", "500"],
+    "taskset": ["taskset", "-c", ",".join(map(str, sorted(os.sched_getaffinity(0))))],
+}
+"""What stands between launcher and rank; all but the first and the last (it makes way) hide the end of the rank."""
+
 # Set for the ranks of the run that we belong to; a job started from there must not inherit them.
 OUTER_PREFIXES = ("HVLIKE_TEST_RECORDS", "HVLIKE_TEST_PART", "PYTEST_")
 OUTER_PREFIXES += ("OMPI_COMM_WORLD_", "PMIX_", "PMI_", "PRTE_MCA_", "HYDI_", "HYDRA_")
@@ -167,12 +176,14 @@ def start_job(
     env: Mapping[str, str] | None = None,
     args: Sequence[str] = (),
     flags: Sequence[str] = (),
+    between: Sequence[str] = (),
     setup: str = "",
 ) -> RunningJob:
     """Start a Python program on `ranks` ranks and return at once.
 
     program: a path, or the text of the program.
-    env: variables added to the environment. args: the program's arguments. flags: more arguments for mpirun.
+    env: variables added to the environment. args: the program's arguments. flags: more arguments for mpirun. between: a
+    command that starts each rank.
     setup: shell commands that run first, in a mount namespace that only this job sees; needs root.
     """
     folder = Path(tempfile.mkdtemp(prefix="hvlike-job-"))
@@ -182,7 +193,7 @@ def start_job(
     else:
         path = program
     vendor_flags = OPEN_MPI_FLAGS if IS_OPEN_MPI else ()
-    command = [str(LAUNCHER), *vendor_flags, *flags, "-n", str(ranks), sys.executable, str(path), *args]
+    command = [str(LAUNCHER), *vendor_flags, *flags, "-n", str(ranks), *between, sys.executable, str(path), *args]
     if setup:
         command = ["unshare", "--mount", "bash", "-ec", f'{setup}; exec "$@"', "bash", *command]
     return RunningJob(command, job_environment(env or {}), folder)
@@ -196,9 +207,10 @@ def run_job(
     timeout: float = 100,
     args: Sequence[str] = (),
     flags: Sequence[str] = (),
+    between: Sequence[str] = (),
 ) -> Job:
     """Run a Python program on `ranks` ranks to its end; arguments as for start_job. Never raises for a failed job."""
-    with start_job(program, ranks, env=env, args=args, flags=flags) as job:
+    with start_job(program, ranks, env=env, args=args, flags=flags, between=between) as job:
         return job.wait(timeout)
 
 

@@ -104,6 +104,7 @@ class ExitObserver:
 
     def record(self, status: int, text: str = "") -> None:
         self.status, self.text = status, text
+        _OfThisProcess.status = status
         if self._on_exit is not None:
             self._on_exit(status)
 
@@ -162,6 +163,7 @@ class JobRecord:
 
 
 class _OfThisProcess:
+    status: int | None = None
     record: JobRecord | None = None
     writer = 0  # The process that writes it; 0: rank 0 does, and this is another one
     last_error: object = None
@@ -181,6 +183,11 @@ def keep_record(path: str, *, writes: bool) -> None:
 def record_of_this_job() -> JobRecord | None:
     """The record, if `launch` has started this job."""
     return _OfThisProcess.record
+
+
+def status_of_this_process() -> int | None:
+    """The status with which the interpreter is about to exit, once it does so through sys.exit."""
+    return _OfThisProcess.status
 
 
 def note_good_end() -> None:

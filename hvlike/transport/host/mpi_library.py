@@ -5,6 +5,9 @@ at module level: `load_mpi()` does, when `hvlike.init()` runs. mpi4py finalises 
 
 MPI works only in the process that started it. A forked child (a DataLoader worker, say) inherits hvlike's objects,
 but a call into MPI from there corrupts the parent's job. The fork marks the child, and `check_not_forked` refuses.
+mpi4py would finalise MPI at the end of the child, too, and hang there: so MPI is started and finalised here, not by the
+import, and in the process alone that has started it. Where the program has imported mpi4py.MPI first, a forked child
+ends in another way (transport/failure/forked_child.py).
 
 MPICH keeps its start-up segment (about 1 MiB a rank) under a name in /dev/shm until MPI_Finalize, and a job that ends
 in another way leaves it there. Once every rank has mapped the segment, hvlike removes the name. Open MPI's launcher
@@ -29,9 +32,8 @@ from hvlike.transport.host import launchers
 
 
 class ForkMark:
-    """True in a child that was forked while MPI was running in its parent."""
-
-    forked = False
+    forked = False  # True in a child that was forked while MPI was running in its parent
+    may_finalise = False  # Whether such a child may end as any process does: mpi4py does not finalise MPI
 
 
 def _mark_child() -> None:
@@ -118,7 +120,7 @@ def load_mpi(*, serialized: bool = False, threads_go_on: bool = False) -> Module
     is too low.
     """
     if "mpi4py.MPI" not in sys.modules:
-        _configure_mpi4py(serialized=serialized, initialize=not threads_go_on)
+        _configure_mpi4py(serialized=serialized)
         os.environ.setdefault(EAGER_LIMIT, str(EAGER_BYTES))
         warn_if_shm_full()
     mpi = _import_mpi()
@@ -128,11 +130,16 @@ def load_mpi(*, serialized: bool = False, threads_go_on: bool = False) -> Module
             "Remove the call: mpi4py finalises MPI by itself when the process ends."
         )
     if not mpi.Is_initialized():
-        level = mpi.THREAD_SERIALIZED if serialized else mpi.THREAD_MULTIPLE
+        level = _thread_level(mpi)
         if threads_go_on:
-            _initialize_without_lock(mpi, level)
+            # mpi4py holds Python's lock in MPI_Init, so that no thread could report what that waits for.
+            library = ctypes.CDLL(mapped_files("/libmpi.so")[0])
+            library.MPI_Init_thread(None, None, level, ctypes.byref(ctypes.c_int()))
         else:
             mpi.Init_thread(level)
+        for comm in (mpi.COMM_WORLD, mpi.COMM_SELF):
+            comm.Set_errhandler(mpi.ERRORS_RETURN)
+        ForkMark.may_finalise = True
         atexit.register(_finalize, mpi, os.getpid())
     if mpi.COMM_WORLD.Get_size() == 1:
         # Now, as init() may refuse to go on: processes of torchrun are jobs of one, too.
@@ -170,25 +177,26 @@ def _import_mpi() -> ModuleType:
     return MPI
 
 
-def _configure_mpi4py(*, serialized: bool, initialize: bool) -> None:
-    # Importing MPI initialises it with what rc says; a missing mpi4py is reported by the import that follows.
+def _configure_mpi4py(*, serialized: bool) -> None:
+    # A missing mpi4py is reported by the import that follows.
     with contextlib.suppress(ModuleNotFoundError):
         from mpi4py import rc
 
         if serialized:
             rc.thread_level = "serialized"
-        rc.initialize = rc.initialize and initialize
+        rc.initialize = rc.finalize = False
 
 
-def _initialize_without_lock(mpi: ModuleType, level: int) -> None:
-    # mpi4py holds Python's lock in MPI_Init, so that no thread could report what that waits for.
-    ctypes.CDLL(mapped_files("/libmpi.so")[0]).MPI_Init_thread(None, None, level, ctypes.byref(ctypes.c_int()))
-    for comm in (mpi.COMM_WORLD, mpi.COMM_SELF):
-        comm.Set_errhandler(mpi.ERRORS_RETURN)
+def _thread_level(mpi: ModuleType) -> int:
+    """The level that mpi4py would ask for: what the program or the environment has chosen is judged afterwards."""
+    from mpi4py import rc
+
+    level: int = getattr(mpi, f"THREAD_{rc.thread_level.upper()}") if rc.threads else mpi.THREAD_SINGLE
+    return level
 
 
 def _finalize(mpi: ModuleType, owner: int) -> None:
-    # mpi4py finalises only what it initialised itself; with rc.initialize = False that was this module.
+    # mpi4py finalises only what it has initialised itself.
     if os.getpid() == owner and not mpi.Is_finalized():
         mpi.Finalize()
 

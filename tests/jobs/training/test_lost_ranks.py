@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.job import IS_OPEN_MPI, LAUNCHER, OPEN_MPI_FLAGS, RunningJob, job_environment, run_job
+from support.job import IS_OPEN_MPI, LAUNCHER, OPEN_MPI_FLAGS, WRAPPERS, RunningJob, job_environment, run_job
 from support.kills.campaign import FLAGS, run_once
 from support.kills.judge import (
     Line,
@@ -181,6 +181,66 @@ def test_an_exception_on_all_ranks_ends_the_job(tmp_path: os.PathLike[str]) -> N
     job = run_job(ERROR_ON_RANKS, 2, env=env, flags=FLAGS, args=["01"])
     assert job.returncode == 1, job.describe()
     assert "done" not in job.stdout
+
+
+UNSEEN = """
+import os, signal, sys
+import torch
+import hvlike as hvd
+
+hvd.init()
+born, how = hvd.rank(), sys.argv[1]
+# A spare is told that it stands in for the last rank.
+waits = os.environ["OMPI_COMM_WORLD_RANK"] == "3"
+
+
+def end():
+    if how == "_exit":
+        os._exit(3)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+if waits and how == "spare first":
+    end()
+
+
+@hvd.elastic.run
+def train(state):
+    while state.step < 20:
+        hvd.allreduce(torch.ones(10), name="work")
+        state.step += 1
+        state.commit()
+        if state.step == 5 and born == 1 and not waits:
+            end()
+
+
+train(hvd.elastic.ObjectState(step=0))
+print("done", hvd.rank(), "of", hvd.size(), flush=True)
+"""
+
+
+@pytest.mark.timeout(90)
+@pytest.mark.parametrize(
+    ("between", "how", "spares", "left"),
+    [
+        ("a shell", "killed", 0, 2),
+        ("Python", "killed", 0, 2),
+        ("timeout", "killed", 1, 3),
+        ("a shell", "spare first", 1, 2),
+        ("nothing", "_exit", 0, 2),
+    ],
+)
+def test_a_loss_that_the_launcher_does_not_see(
+    between: str, how: str, spares: int, left: int, tmp_path: os.PathLike[str]
+) -> None:
+    """A wrapper ends in order when the rank below it is killed, and Open MPI tells nobody."""
+    # Of several processes that end with a status the launcher would end the job.
+    flags = [*FLAGS, "--runtime-options", "error-nonzero-status=0"] if how == "spare first" else FLAGS
+    env = {"OMPI_MCA_btl_sm_backing_directory": str(tmp_path), "HVLIKE_SPARES": str(spares)}
+    job = run_job(UNSEEN, 3 + spares, env=env, flags=flags, between=WRAPPERS[between], args=[how], timeout=60)
+    done = sorted(line for line in job.stdout.splitlines() if line.startswith("done"))
+    assert done == [f"done {rank} of {left}" for rank in range(left)], job.describe()
+    assert job.survivors == (), job.describe()
 
 
 TOO_FEW = """

@@ -6,6 +6,7 @@ import re
 import signal
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -54,12 +55,14 @@ def draw(seed: int) -> Loss:
     return Loss(seed, ranks, chance.randrange(ranks), moment, chance.uniform(0, 1.5))
 
 
-def run(loss: Loss, timeout: float = 120) -> Outcome:
-    """Run the job and kill the rank. Never raises for what the job does."""
+def run(loss: Loss, timeout: float = 120, between: Sequence[str] = ()) -> Outcome:
+    """Run the job and kill the rank. Never raises for what the job does. between: a command that starts each rank."""
     arguments = [str(loss.seed), loss.moment, str(loss.victim)]
     with (
         tempfile.TemporaryDirectory(prefix="hvlike-lost-") as folder,
-        start_job(PROGRAM, loss.ranks, env={FILES: folder}, args=arguments, flags=["--with-ft", "ulfm"]) as running,
+        start_job(
+            PROGRAM, loss.ranks, env={FILES: folder}, args=arguments, flags=["--with-ft", "ulfm"], between=between
+        ) as running,
     ):
         running.wait_for_output("READY", timeout)
         time.sleep(loss.delay)
