@@ -104,8 +104,16 @@ class Attempt:
         flags = [str(word) for pair in options.items() for word in pair]
         flags += [word for path in (folder, *remove) for word in ("--remove", path)]
         self.process = subprocess.Popen(
-            # Nothing of the environment changes how it runs.
-            [sys.executable, "-I", "-S", supervisor.__file__, *flags, "--", *command],
+            # Nothing of the environment changes how it runs, nor a program that has put a wrapper into sys.executable.
+            [
+                getattr(sys, "_base_executable", None) or sys.executable,
+                "-I",
+                "-S",
+                supervisor.__file__,
+                *flags,
+                "--",
+                *command,
+            ],
             stdin=subprocess.DEVNULL,
             env={**environment, **places},
             start_new_session=True,

@@ -44,6 +44,7 @@ class Supervisor:
         shared memory. Raises: OSError, if the command cannot be run.
         """
         self._caller = caller
+        self._parent = os.getppid()
         self._patience = patience
         self._segments = segments
         self._asked = 0
@@ -59,7 +60,14 @@ class Supervisor:
     @property
     def is_alone(self) -> bool:
         """Whether the caller is gone."""
-        return os.getppid() != self._caller
+        if os.getppid() != self._parent:
+            return True
+        # A wrapper around Python may be the parent.
+        try:
+            os.kill(self._caller, 0)
+        except ProcessLookupError:
+            return True
+        return False
 
     def run(self) -> int:
         """Wait for the end of the job, and return mpirun's status, negative for a signal. Blocks."""

@@ -107,6 +107,11 @@ class RunningJob:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     @property
+    def is_running(self) -> bool:
+        """Whether the launcher has not ended."""
+        return self._process.poll() is None
+
+    @property
     def folder(self) -> Path:
         """What the job has for temporary files; its output and the program are there, too."""
         return self._folder

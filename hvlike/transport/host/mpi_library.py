@@ -53,8 +53,9 @@ def check_not_forked() -> None:
         )
 
 
-_MPICH_SEGMENTS = "/dev/shm/mpich_shm_"
-_OPEN_MPI_SEGMENTS = "/dev/shm/sm_segment."
+# In whatever folder: OMPI_MCA_btl_sm_backing_directory names another one.
+_MPICH_SEGMENTS = "/mpich_shm_"
+_OPEN_MPI_SEGMENTS = "/sm_segment."
 
 
 def unlink_start_up_segments(*, alone: bool = False) -> None:
