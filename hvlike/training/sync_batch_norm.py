@@ -76,7 +76,7 @@ def local_sums(values: Tensor) -> Tensor:
         rest = centered.mean(dimensions).to(torch.float64)
         mean = mean.to(torch.float64) + rest
         squares = centered.square_().sum(dimensions).to(torch.float64) - count * rest.square()
-        sums[0] = count
+        sums[:1].fill_(count)  # An assignment would copy from the host, which waits for a GPU then
         sums[1 : 1 + channels] = count * mean
         sums[1 + channels :] = squares + count * mean.square()
     return sums

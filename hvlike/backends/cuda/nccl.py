@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import logging
 import os
 import threading
 import time
@@ -33,6 +34,8 @@ from hvlike.transport.loop.coroutine import Coroutine
 from hvlike.transport.memory.dtypes import Kind
 
 ID_BYTES = 128
+logger = logging.getLogger("hvlike")
+
 MOST_IN_GROUP = 2048  # NCCL refuses more calls in a group
 FINISH_SECONDS = 10.0  # How long a healthy communicator may take to end what is in flight
 
@@ -129,8 +132,15 @@ class Communicator:
         return self._ending is None or not self._ending.is_alive()
 
     def _end(self, how: Callable[[], None]) -> None:
+        def run() -> None:
+            try:
+                how()
+            except Exception as error:
+                # The device has failed, or NCCL has: who waits for a result has been told already.
+                logger.warning("a communicator of NCCL could not be ended: %s", str(error).partition("\n")[0])
+
         if self._ended.acquire(blocking=False):
-            self._ending = threading.Thread(target=how, name="hvlike-nccl-end", daemon=True)
+            self._ending = threading.Thread(target=run, name="hvlike-nccl-end", daemon=True)
             self._ending.start()
 
     def _finish(self, is_idle: Callable[[], bool]) -> None:

@@ -348,8 +348,11 @@ void on_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
 
 // -- operations that touch the device's own storages ----------------------------------------------
 
-Tensor& copy_(Tensor& to, const Tensor& from, bool) {
-  if (ours(to) != ours(from) && from.numel()) ++counts[ours(to) ? kToDevice : kToHost];
+Tensor& copy_(Tensor& to, const Tensor& from, bool non_blocking) {
+  if (ours(to) != ours(from) && from.numel()) {
+    ++counts[ours(to) ? kToDevice : kToHost];
+    if (!non_blocking) ++counts[kSynchronisations];
+  }
   Tensor target = on_host(to);
   target.copy_(on_host(from));
   return to;

@@ -127,3 +127,16 @@ def test_what_does_not_finish_is_aborted(monkeypatch: pytest.MonkeyPatch) -> Non
     assert setting.backend.join(time.monotonic() + 60.0)
     assert setting.link.aborted.is_set()
     assert not setting.link.destroyed.is_set()
+
+
+def test_a_device_that_fails_while_hvlike_ends_is_only_told(caplog: pytest.LogCaptureFixture) -> None:
+    setting = Setting()
+    setting.reduce(torch.ones(3))
+
+    def failing(event: object) -> bool:
+        raise RuntimeError("CUDA error: device-side assert triggered\nSearch for it")
+
+    setting.device.has_passed = failing
+    setting.backend.abort(ShutdownError("hvlike was shut down"))
+    assert setting.backend.join(time.monotonic() + 60.0)
+    assert "a communicator of NCCL could not be ended: CUDA error: device-side assert triggered" in caplog.text
