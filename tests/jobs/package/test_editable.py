@@ -16,7 +16,7 @@ IMPORT = "import site, sys; site.addsitedir(sys.argv[1]); sys.path.insert(0, '')
 def test_a_folder_of_that_name_does_not_hide_it(tmp_path: Path) -> None:
     source, installed, elsewhere = tmp_path / "source", tmp_path / "installed", tmp_path / "elsewhere"
     shutil.copytree(CHECKOUT / "hvlike", source / "hvlike", ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "setup.cfg", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "setup.cfg", "setup.py", "README.md", "LICENSE"):
         shutil.copy(CHECKOUT / name, source)
     (source / "examples").mkdir()
     subprocess.run([sys.executable, "-c", BUILD, str(tmp_path)], cwd=source, check=True, capture_output=True)

@@ -1,4 +1,4 @@
-"""The code blocks of the pages: README.md and everything in docs/."""
+"""The code blocks of the pages: README.md, the index of examples, and everything in docs/."""
 
 import re
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ from markdown_it import MarkdownIt
 from markdown_it.token import Token
 
 ROOT = Path(__file__).resolve().parents[3]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "examples" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 NOT_RUN = re.compile(r"<!-- not run: (.+) -->")
 ADDED = re.compile(r"^[+ ]", flags=re.MULTILINE)

@@ -13,6 +13,11 @@ from hvlike.bench.command import BENCHMARKS
 
 # Names for the reader's own program.
 OWN_PROGRAMS = ("train.py", "program.py")
+# What comes before the installation from a checkout.
+PREPARATIONS = (
+    "python3 -m venv .venv && . .venv/bin/activate",
+    "pip install torch --index-url https://download.pytorch.org/whl/cpu",
+)
 
 
 def problem_of(command: str) -> str | None:
@@ -28,6 +33,8 @@ def problem_of(command: str) -> str | None:
         return problem_of_program(words[1])
     if words[0].startswith("./scripts/"):
         return None if (ROOT / words[0]).exists() else f"there is no {words[0]}"
+    if command in PREPARATIONS:
+        return None
     if words[:2] == ["pip", "install"]:
         return problem_of_extras(words[-1])
     return "nothing is known of it: say above its block why it is not run"

@@ -1,7 +1,9 @@
 """What a release consists of says the same everywhere: version, date, dependencies, and versions it is tested with."""
 
 import configparser
+import itertools
 import re
+import runpy
 from pathlib import Path
 
 import pytest
@@ -10,22 +12,29 @@ import hvlike
 
 ROOT = Path(__file__).resolve().parents[3]
 CHANGES = (ROOT / "CHANGELOG.md").read_text().splitlines()
-CITATION = (ROOT / "docs" / "CITATION.cff").read_text()
+CITATION = (ROOT / "CITATION.cff").read_text()
 RECIPE = (ROOT / "scripts" / "conda" / "meta.yaml").read_text()
 SETUP = configparser.ConfigParser()
 SETUP.read(ROOT / "setup.cfg")
 
 OF_CONDA = {"torch": "pytorch"}
 
+# What no release has yet stands above the newest one, without a number.
+VERSIONS = [line for line in CHANGES if line.startswith("## ") and line != "## Unreleased"]
+
 
 def test_the_newest_changes_are_those_of_this_version() -> None:
-    newest = next(line for line in CHANGES if line.startswith("## "))
-    assert re.fullmatch(rf"## {re.escape(hvlike.__version__)} \(\d{{4}}-\d\d-\d\d\)", newest)
-    assert len(CHANGES) <= 60
+    assert re.fullmatch(rf"## {re.escape(hvlike.__version__)} \(\d{{4}}-\d\d-\d\d\)", VERSIONS[0])
+
+
+def test_the_changes_of_a_version_are_short() -> None:
+    headings = [number for number, line in enumerate(CHANGES) if line.startswith("## ")]
+    lengths = [end - start for start, end in itertools.pairwise([*headings, len(CHANGES)])]
+    assert max(lengths) <= 60
 
 
 def test_citation_and_recipe_are_of_this_version() -> None:
-    date = re.search(r"\((.*)\)", next(line for line in CHANGES if line.startswith("## ")))
+    date = re.search(r"\((.*)\)", VERSIONS[0])
     assert date is not None
     assert f"version: {hvlike.__version__}\n" in CITATION
     assert f'date-released: "{date[1]}"' in CITATION
@@ -47,7 +56,21 @@ def test_classifiers_name_the_pythons_that_were_tested() -> None:
     assert named - {"3.11"} <= tested
 
 
-def test_what_people_look_for_is_there() -> None:
+def test_how_to_report_a_weakness_is_there() -> None:
     assert (ROOT / "docs" / "SECURITY.md").is_file()
-    assert "url" in SETUP["metadata"]
-    assert "project_urls" in SETUP["metadata"]
+
+
+def test_no_address_is_named_that_does_not_exist() -> None:
+    """There is no public repository, site or release; docs/CONTRIBUTING.md says what to fill in when there is one."""
+    page = (ROOT / "docs" / "CONTRIBUTING.md").read_text()
+    assert "## When there is a public repository" in page
+    assert not {"url", "project_urls", "author_email"} & set(SETUP["metadata"])
+    assert "pypi.org/project/hvlike" not in CITATION + RECIPE
+
+
+def test_the_description_for_pypi_has_no_link_into_the_checkout() -> None:
+    description_of = runpy.run_path(str(ROOT / "setup.py"))["description_of"]
+    text = description_of((ROOT / "README.md").read_text())
+    assert "mpirun -n 4 python train.py" in text
+    assert not re.search(r"\]\((?!https://)|<!--|\./scripts/demo", text)
+    assert description_of("a [b](docs/b.md)\n<!-- checkout only -->\nc\n<!-- end -->\nd") == "a b\nd"

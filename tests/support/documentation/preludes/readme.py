@@ -1,5 +1,7 @@
 """What README.md leaves to the reader."""
 
-from support.documentation.things import Net, loss_of, make_loader
+import torch
+from support.documentation.things import Net, loss_of
+from torch.utils.data import TensorDataset
 
-loader = make_loader()
+data = TensorDataset(torch.randn(70, 8), torch.randint(3, (70,)))

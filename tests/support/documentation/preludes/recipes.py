@@ -7,7 +7,7 @@ from torch import Tensor
 import hvlike as hvd
 
 torch.manual_seed(hvd.rank())
-loader = make_loader(4)
+loader = make_loader(5)
 images, labels = loader[0]
 model = Net()
 optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.01))
