@@ -35,7 +35,7 @@ from hvlike.training.gradients.grad_state import GradState, Phase, reset
 from hvlike.training.gradients.gradients import Gradients
 from hvlike.training.gradients.parameters import temporary_gradients
 from hvlike.training.gradients.reduction import Reducer, Reduction
-from hvlike.training.gradients.usage_errors import changed_while_reducing, list_names
+from hvlike.training.gradients.usage_errors import changed_while_reducing, list_names, used_in_backward
 
 
 def tensors_in(output: Any) -> Iterator[Tensor]:
@@ -75,6 +75,7 @@ class ModuleGradients(Gradients):
         self._missing: dict[GradState, None] | None = None  # Not reached since the last synchronised forward
         self._expected: dict[GradState, int] = {}  # How often each arrives in a static graph
         self._twice: list[str] = []
+        self._used: list[str] = []  # By hooks of the program, before they were reduced
         self.hook: Hook | None = None  # The user's communication hook
         self.hook_state: Any = None
         self._end = EndOfBackward(weakref.WeakMethod(self._ended))
@@ -194,7 +195,7 @@ class ModuleGradients(Gradients):
         if elsewhere is None:
             self._end.arm()
             # If it fails before a gradient arrives, other ranks may wait. Reentrant checkpoints show no parameter here.
-            node = self._hooks.node_of(self._slots[-1].parameter) if self._slots else None
+            node = self._hooks.node(self._slots[-1].parameter) if self._slots else None
             self._under_way = node is not None and will_reach(node)
         else:
             self._under_way = True
@@ -215,6 +216,9 @@ class ModuleGradients(Gradients):
             if not (concerned and output is not None and adds_all_from(output)):
                 return
         twice = self._complete()
+        used, self._used = self._used, []
+        if used:
+            raise used_in_backward(used)
         if not twice:
             return
         names = list_names(twice)
@@ -279,6 +283,11 @@ class ModuleGradients(Gradients):
         if not self._hooks.lost_to_sharers:
             super().take_back()
 
+    def used_in_backward(self, slot: GradState) -> None:
+        """Noted: an error only when a pass that reduces has ended, so that other ranks do not wait for ever."""
+        if slot.name not in self._used:
+            self._used.append(slot.name)
+
     def _is_missing(self, slot: GradState) -> bool:
         return super()._is_missing(slot) or (self.find_unused and not self._is_reached(slot))
 
@@ -312,7 +321,7 @@ class ModuleGradients(Gradients):
         super().abandon()
         self._missing = None
         self._pending = self._under_way = False
-        self._twice = []
+        self._twice, self._used = [], []
 
 
 def _output_is_reached(reference: weakref.ref[ModuleGradients], _: Tensor) -> None:

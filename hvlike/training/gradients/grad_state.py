@@ -44,6 +44,15 @@ class Phase(enum.Enum):
     SYNCHRONIZED = "all gradients are reduced"
 
 
+def node_of(parameter: Tensor) -> Any:
+    """Return the AccumulateGrad node of a parameter; None where it requires no gradient."""
+    if not parameter.is_leaf or not parameter.requires_grad or isinstance(parameter, UninitializedParameter):
+        return None
+    with torch.enable_grad():
+        function = parameter.expand_as(parameter).grad_fn
+    return None if function is None else function.next_functions[0][0]
+
+
 class GradientHooks(Claim):
     """The hooks of one owner, on parameters that no other wrapper holds; they end with this object.
 
@@ -61,15 +70,9 @@ class GradientHooks(Claim):
     def attach(self, parameter: Tensor, key: Any) -> None:
         """Call `on_gradient(owner, key)` whenever the gradient of `parameter` is done; replaces an earlier hook."""
         self.detach(parameter)
-        if not parameter.is_leaf or not parameter.requires_grad or isinstance(parameter, UninitializedParameter):
+        node = node_of(parameter)
+        if node is None or id(parameter) in self.lost:
             return
-        if id(parameter) in self.lost:
-            return
-        with torch.enable_grad():
-            function = parameter.expand_as(parameter).grad_fn
-        if function is None:
-            return
-        node: Any = function.next_functions[0][0]
         hook = partial(_gradient_is_done, self._owner, self._on_gradient, key)
         self._attached[id(parameter)] = node, node.register_hook(hook)
 
@@ -85,7 +88,7 @@ class GradientHooks(Claim):
         if owner is not None:
             owner.has_lost()
 
-    def node_of(self, parameter: Tensor) -> Any:
+    def node(self, parameter: Tensor) -> Any:
         """Return the AccumulateGrad node of a parameter that has a hook; None for others."""
         node, _ = self._attached.get(id(parameter), (None, None))
         return node

@@ -55,6 +55,8 @@ class Gradients(ReducedParameters):
         self.comparison = Comparison(optimizer)
         self._lock = threading.Lock()
         self.refresh()
+        # The first pass looks once more: programs may add hooks after they have wrapped.
+        self._watch = None
 
     def take_name(self) -> None:
         """Be matched between ranks by the place in their order of now, not of the first reduction. Local."""
@@ -71,6 +73,9 @@ class Gradients(ReducedParameters):
             slot.handed_over = gradient
         elif gradient is not None:
             self._take_in(slot, gradient)
+        elif self._watch is None and self.phase is Phase.IDLE:
+            # There was none, or a hook of the program has taken it.
+            self._follow_changes()
 
     def _take_in(self, slot: GradState, gradient: Tensor) -> None:
         """What arrives where it is not enough to note it: first of a step, too early, too late, or beside others."""
@@ -347,6 +352,10 @@ class Gradients(ReducedParameters):
 
             self.tuner = tune(self.tuner, reducer, self.name, self.reduction.process_set)
         return reducer
+
+    def used_in_backward(self, slot: GradState) -> None:
+        """A hook of the program has stepped on a gradient that is not reduced yet. In backward."""
+        raise usage_errors.used_in_backward([slot.name])
 
     def has_lost(self) -> None:
         """Another wrapper reduces a parameter now. What has arrived here, and waits, is its concern. Local."""

@@ -17,6 +17,7 @@ from hvlike.training.gradients import usage_errors
 from hvlike.training.gradients.grad_state import GradientHooks, GradState, OneHook
 from hvlike.training.gradients.parameters import ParamGroupDiff, name_parameters
 from hvlike.training.gradients.reduction import Reducer, Reduction
+from hvlike.training.gradients.steps_in_backward import StepWatch
 
 
 class ReducedParameters:
@@ -39,6 +40,7 @@ class ReducedParameters:
         self._parameters: list[Tensor] = []
         self._hooks = GradientHooks(self, on_gradient, reduction.owner)
         self._one_hook = OneHook(self._hooks)
+        self._step_watch = StepWatch(self)
         self._watch: ParamGroupDiff | None = None  # None: look thoroughly before the next reduction
         self._left_out: list[Tensor] = []  # Frozen without a gradient
         self._context: Context | None = None  # That the reducer belongs to
@@ -71,6 +73,7 @@ class ReducedParameters:
             self._drop_reducer()
         for slot in self._slots:
             slot.note_rest()
+            self._step_watch.look_at(slot)
 
     def _follow_changes(self) -> None:
         """See what the program has changed since the last pass. Local."""

@@ -84,6 +84,27 @@ def came_late(names: Sequence[str]) -> UsageError:
     )
 
 
+_STEPS_IN_BACKWARD = (
+    "Gradients are reduced over the ranks after such hooks, so each rank would step on its own. Call the optimizer's "
+    "step() after loss.backward(). A hook that only reads a gradient or changes it in place may stay."
+)
+
+
+def optimizer_in_backward(name: str) -> UsageError:
+    return UsageError(
+        f"torch.distributed.optim._apply_optimizer_in_backward was applied to parameter {name!r}: its optimizer would "
+        f"step inside of loss.backward(). {_STEPS_IN_BACKWARD}"
+    )
+
+
+def used_in_backward(names: Sequence[str]) -> UsageError:
+    return UsageError(
+        f"Hooks that were registered with register_post_accumulate_grad_hook have changed parameter "
+        f"{list_names(names)}, or have taken its gradient away, inside of loss.backward(). {_STEPS_IN_BACKWARD} Ranks "
+        "may differ by this pass now: broadcast the parameters of one before you go on."
+    )
+
+
 def inside_no_sync(call: str) -> UsageError:
     return UsageError(
         f"{call} was called inside optimizer.no_sync(), where gradients only accumulate on this rank. Run the last "

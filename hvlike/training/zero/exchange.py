@@ -25,6 +25,7 @@ from hvlike.errors import UsageError, WrongTypeError
 from hvlike.training.gradients.checksums import value_checksums
 from hvlike.training.gradients.grad_state import gradient_dtype
 from hvlike.training.gradients.planned_queue import Packing
+from hvlike.training.gradients.steps_in_backward import refuse_optimizer_in_backward
 from hvlike.transport.loop.coroutine import Coroutine
 from hvlike.transport.memory.own_memory import check_parameter
 
@@ -62,6 +63,8 @@ def check_parameters(params: object) -> Parameters:
 
 
 def check_type(parameters: list[Tensor]) -> None:
+    for place, parameter in enumerate(parameters):
+        refuse_optimizer_in_backward(f"parameter {place}", parameter)
     for each in parameters:
         check_parameter("ZeroRedundancyOptimizer, a parameter", each)
     types = list(dict.fromkeys(map(torch.typename, parameters)))

@@ -149,6 +149,7 @@ def test_a_layer_converted_between_two_steps(hvd: ModuleType) -> None:
     assert same_on_all_ranks(each.float() for each in results[1])
 
 
+@pytest.mark.mpi(min_size=2)
 def test_adasum_with_gradients_that_come_in_the_closure(hvd: ModuleType) -> None:
     """Of a parameter that was frozen without one when step() began."""
     model = make_model()

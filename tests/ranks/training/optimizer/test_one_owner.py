@@ -171,6 +171,7 @@ def test_optimizers_of_parts_that_train_in_turn(hvd: ModuleType) -> None:
         assert same_on_all_ranks(module.parameters())
 
 
+@pytest.mark.mpi(min_size=2)
 def test_two_sets_of_ranks(hvd: ModuleType) -> None:
     """Every rank makes both optimizers, and uses that of its set."""
     sets = [hvd.add_process_set([rank]) for rank in range(hvd.size())]
