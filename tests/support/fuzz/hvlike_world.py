@@ -2,22 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from support.fuzz.training import LR, OPTIMIZERS, Training, make_optimizer
+from support.fuzz.models import SyncNorm
+from support.fuzz.training import LR, OPTIMIZERS, Training, make_optimizer, start_differently
 from torch import Tensor
 
 import hvlike as hvd
-from hvlike.nn import DistributedDataParallel
+from hvlike.join import Join, Joinable
+from hvlike.nn import DistributedDataParallel, allreduce_hook, bf16_compress_hook, fp16_compress_hook
 from hvlike.optim import ZeroRedundancyOptimizer
 
 OPS = {"average": hvd.Average, "sum": hvd.Sum, "adasum": hvd.Adasum}
 COMPRESSIONS = {"none": hvd.Compression.none, "fp16": hvd.Compression.fp16, "bf16": hvd.Compression.bf16}
 # Read by the program's wrapper, not by hvlike's.
-OF_PROGRAM = ("named", "start")
+OF_PROGRAM = ("named", "start", "hook")
+
+
+def own_hook(state: object, bucket: Any) -> Any:
+    """Average a bucket, as a user's hook does."""
+    return hvd.allreduce_async(bucket.buffer(), name=f"bucket {bucket.index()}")
+
+
+HOOKS = {"allreduce": allreduce_hook, "fp16": fp16_compress_hook, "bf16": bf16_compress_hook, "own": own_hook}
 
 
 class HvlikeWorld:
@@ -54,6 +64,14 @@ class HvlikeWorld:
     def wrap(self, training: Training) -> None:
         """By the classes of the program's kind."""
         program, network = training.program, training.network
+        for part in network.parts:
+            if isinstance(part, SyncNorm):
+                part.layer = hvd.convert_sync_batchnorm(part.layer)
+        start = program.given.get("start")
+        if start:
+            start_differently(network, self.rank)
+        if start == "broadcast":
+            hvd.broadcast_parameters(network.state_dict(), root_rank=0)
         options = self.options(training)
         parameters = list(network.parameters())
         kind, settings = OPTIMIZERS[program.optimizer]
@@ -64,8 +82,12 @@ class HvlikeWorld:
             )
         elif program.kind == "zero alone":
             training.optimizer = ZeroRedundancyOptimizer(parameters, kind, reduce_gradients=True, lr=LR, **settings)
+        elif self.rank not in (program.given.get("process_set") or range(self.size)):
+            training.optimizer = make_optimizer(program.optimizer, parameters)
         else:
             training.model = DistributedDataParallel(network, **options)
+            if "hook" in program.given:
+                training.model.register_comm_hook(None, HOOKS[program.given["hook"]])
             if program.kind == "zero":
                 training.optimizer = ZeroRedundancyOptimizer(parameters, kind, lr=LR, **settings)
             else:
@@ -77,11 +99,19 @@ class HvlikeWorld:
 
     def no_sync(self, training: Training) -> AbstractContextManager[None]:
         """Return the context of local passes."""
-        if training.program.kind == "zero alone":
-            # Nothing but step() reduces.
-            return torch.enable_grad()
         wrapper = training.optimizer if training.model is training.network else training.model
-        return wrapper.no_sync()
+        return wrapper.no_sync() if hasattr(wrapper, "no_sync") else nullcontext()
+
+    def uneven(
+        self, training: Training, counts: Sequence[int], step: Callable[[int], None], *, by_active: bool
+    ) -> None:
+        """Join what the program trains with."""
+        wrappers = [training.model, training.optimizer]
+        with Join(
+            [each for each in wrappers if isinstance(each, Joinable)], divide_by_initial_world_size=not by_active
+        ):
+            for number in range(counts[self.rank]):
+                step(number)
 
     def average(self, tensors: list[Tensor]) -> None:
         """Average by hand."""

@@ -22,7 +22,7 @@ HALF_PARTS = {"bfloat16", "grad dtype"}
 def tolerance(program: Program) -> float:
     """Return the relative error that the dtypes of a program explain."""
     options = program.given
-    if HALF_PARTS & set(program.parts) or options.get("compression", "none") != "none":
+    if HALF_PARTS & set(program.parts) or {"fp16", "bf16"} & {options.get("compression"), options.get("hook")}:
         return HALF
     text = str(program)
     return SINGLE if "float32" in text else EXACT

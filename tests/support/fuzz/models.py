@@ -38,6 +38,10 @@ class Layer(Part):
         return rows
 
 
+class SyncNorm(Layer):
+    """Batch normalisation that its world makes one over all ranks."""
+
+
 class Words(Part):
     """An embedding: its gradient is sparse, or most of its rows are zeros."""
 
@@ -194,6 +198,7 @@ PARTS: dict[str, Callable[[nn.Linear], Part]] = {
     "scalar": lambda first: Scalar(),
     "frozen": lambda first: Frozen(),
     "batch norm": lambda first: Layer(nn.BatchNorm1d(WIDTH)),
+    "sync batch norm": lambda first: SyncNorm(nn.BatchNorm1d(WIDTH)),
     "embedding": lambda first: Words(sparse=False),
     "sparse embedding": lambda first: Words(sparse=True),
     "weight norm": lambda first: Layer(parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH))),

@@ -5,6 +5,7 @@ It knows of hvlike only what the pages promise: what is reduced when, and which 
 
 from __future__ import annotations
 
+import copy
 import itertools
 import threading
 import weakref
@@ -14,11 +15,12 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from support.fuzz.models import make_network
+from support.fuzz.models import SyncNorm, make_network
 from support.fuzz.outcomes import Outcome
 from support.fuzz.programs import Program
 from support.fuzz.reference import ReferenceModule, ReferenceOptimizer
-from support.fuzz.training import Training, make_optimizer
+from support.fuzz.reference_norm import ReferenceSyncNorm
+from support.fuzz.training import Training, is_lazy, make_optimizer, start_differently
 from torch import Tensor
 
 PATIENCE_SECONDS = 60.0
@@ -84,6 +86,14 @@ class SimulatedWorld:
     def wrap(self, training: Training) -> None:
         """As HvlikeWorld.wrap, by the reference classes."""
         program, network = training.program, training.network
+        for part in network.parts:
+            if isinstance(part, SyncNorm):
+                part.layer = ReferenceSyncNorm(part.layer, self)
+        start = program.given.get("start")
+        if start:
+            start_differently(network, self.rank)
+        if start == "broadcast":
+            self._broadcast(list(network.state_dict().values()))
         if program.kind in ("optimizer", "zero alone"):
             training.optimizer = ReferenceOptimizer(
                 make_optimizer(program.optimizer, network.parameters()), self, program
@@ -91,6 +101,13 @@ class SimulatedWorld:
             return
         training.model = ReferenceModule(network, self, program)
         training.optimizer = make_optimizer(program.optimizer, network.parameters())
+
+    def _broadcast(self, tensors: Sequence[Tensor]) -> None:
+        dense = [each for each in tensors if each.layout is torch.strided and not is_lazy(each)]
+        first = self.gather([each.detach().clone() for each in dense])[0]
+        with torch.no_grad():
+            for each, value in zip(dense, first, strict=True):
+                each.copy_(value)
 
     def backward(self, training: Training, loss: Tensor, *, reduces: bool, **options: bool) -> None:
         """Run a backward pass, then what follows from it."""
@@ -115,6 +132,36 @@ class SimulatedWorld:
         """Return the context of local passes."""
         wrapper = training.model if isinstance(training.model, ReferenceModule) else training.optimizer
         return wrapper.no_sync()
+
+    def uneven(
+        self, training: Training, counts: Sequence[int], step: Callable[[int], None], *, by_active: bool
+    ) -> None:
+        """Stand in where this rank has no inputs; then take over what the highest that missed none has."""
+        wrapper = training.model if isinstance(training.model, ReferenceModule) else training.optimizer
+        for number in range(max(counts)):
+            present = [rank for rank, count in enumerate(counts) if count > number]
+            wrapper.present = present
+            wrapper.divisor = len(present) if by_active else self.size
+            if self.rank in present:
+                step(number)
+            else:
+                wrapper.stand_in()
+        wrapper.present, wrapper.divisor = None, self.size
+        authority = max(rank for rank, count in enumerate(counts) if count == max(counts))
+        self._take_over(training, authority)
+
+    def _take_over(self, training: Training, authority: int) -> None:
+        buffers = isinstance(training.model, ReferenceModule) and training.model.sends_buffers
+        values = [*training.network.parameters(), *(training.network.buffers() if buffers else ())]
+        everybody = self.gather(([each.detach().clone() for each in values], training.optimizer.state_dict()))
+        theirs, state = everybody[authority]
+        with torch.no_grad():
+            for each, value in zip(values, theirs, strict=True):
+                each.copy_(value)
+        if training.program.kind != "ddp" and training.program.given.get("op") != "adasum":
+            training.optimizer.load_state_dict(copy.deepcopy(state))
+        if isinstance(training.model, ReferenceModule):
+            training.model.buffers_are_due = True
 
     def average(self, tensors: list[Tensor]) -> None:
         """Average by hand."""

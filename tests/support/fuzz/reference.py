@@ -20,7 +20,7 @@ class DocumentedError(Exception):
     """An error that the pages describe; its text is the cause, a key of judge.DOCUMENTED."""
 
 
-def combined(parts: Sequence[Tensor | None], op: str) -> Tensor | None:
+def combined(parts: Sequence[Tensor | None], op: str, divisor: int) -> Tensor | None:
     """Reduce the gradients of all ranks, where None counts as zeros; None if all are."""
     given = [each for each in parts if each is not None]
     if not given:
@@ -30,7 +30,7 @@ def combined(parts: Sequence[Tensor | None], op: str) -> Tensor | None:
     total = given[0].to(wide, copy=True)
     for each in given[1:]:
         total = total + each.to(wide)
-    return (total / len(parts) if op == "average" else total).to(dtype)
+    return (total / divisor if op == "average" else total).to(dtype)
 
 
 class ReferenceOptimizer:
@@ -44,6 +44,8 @@ class ReferenceOptimizer:
         ranks = options.get("process_set")
         self.ranks: Sequence[int] = tuple(range(world.size)) if ranks is None else ranks
         self.keeps_own = program.kind == "zero alone"
+        self.divisor = len(self.ranks)
+        self.present: Sequence[int] | None = None
         self.local = self.synchronized = False
         self.counted = 0
 
@@ -93,7 +95,7 @@ class ReferenceOptimizer:
         mine = [None if each.grad is None else each.grad.detach().clone() for each in parameters]
         everybody = self.world.gather(mine, self.ranks)
         for place, parameter in enumerate(parameters):
-            parameter.grad = combined([each[place] for each in everybody], self.op)
+            parameter.grad = combined([each[place] for each in everybody], self.op, self.divisor)
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:
         """Reduce, then step."""
@@ -115,6 +117,13 @@ class ReferenceOptimizer:
             self._take_adasum(before)
         self.counted = 0
         self.synchronized = False
+
+    def stand_in(self) -> None:
+        """Contribute nothing to a step of the others."""
+        if self.op == "adasum":
+            self.world.gather([torch.zeros_like(each) for each in self.parameters()], self.ranks)
+        else:
+            self.world.gather([None] * len(self.parameters()), self.ranks)
 
     def _take_adasum(self, starts: list[Tensor]) -> None:
         parameters = self.parameters()
@@ -140,10 +149,32 @@ class ReferenceModule(nn.Module):
         self.finds_unused = options.get("find_unused_parameters") or options.get("static_graph")
         self.sends_buffers = options.get("broadcast_buffers", True)
         self.registered = list(module.parameters())
+        ranks = options.get("process_set")
+        self.ranks: Sequence[int] = tuple(range(world.size)) if ranks is None else ranks
+        self.divisor = len(self.ranks)
+        # The ranks that have inputs, inside of a Join context.
+        self.present: Sequence[int] | None = None
         self.local = self.interrupted = False
         self.buffers_are_due = True
+        if options.get("start"):
+            self._take_start()
         self.reached: set[Tensor] = set()
         self.missing: set[Tensor] | None = None
+
+    def _take_start(self) -> None:
+        """Begin with the first rank's parameters, and its buffers where buffers are sent."""
+        if self.world.rank not in self.ranks:
+            return
+        values = [*self.module.parameters(), *(self.module.buffers() if self.sends_buffers else ())]
+        values = [each for each in values if each.layout is torch.strided]
+        first = self.world.gather([each.detach().clone() for each in values], self.ranks)[0]
+        with torch.no_grad():
+            for each, value in zip(values, first, strict=True):
+                each.copy_(value)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy begins anew.
+        return self.__dict__ | {"missing": None, "interrupted": False}
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -169,10 +200,20 @@ class ReferenceModule(nn.Module):
 
     def _send_buffers(self) -> None:
         buffers = dict(self.module.named_buffers())
-        first = self.world.gather({name: each.clone() for name, each in buffers.items()})[0]
+        if self.world.rank not in self.ranks:
+            return
+        everybody = self.world.gather({name: each.clone() for name, each in buffers.items()}, self.ranks)
+        first = everybody[0 if self.present is None else max(self.present)]
         for name, buffer in buffers.items():
             if buffer.layout is torch.strided:
                 buffer.copy_(first[name])
+
+    def stand_in(self) -> None:
+        """Take part in a step of the others without inputs."""
+        if self.sends_buffers and self.buffers_are_due:
+            self._send_buffers()
+        self.buffers_are_due = True
+        self.world.gather([(False, None)] * len(self.registered), self.ranks)
 
     def after_backward(self, reached: Collection[Tensor], *, reduces: bool) -> None:
         """Average what has been accumulated, if this pass reduces."""
@@ -183,12 +224,15 @@ class ReferenceModule(nn.Module):
             (each in self.reached, None if each.grad is None else each.grad.detach().clone())
             for each in self.registered
         ]
-        everybody = self.world.gather(mine)
+        if self.world.rank not in self.ranks:
+            self.reached = set()
+            return
+        everybody = self.world.gather(mine, self.ranks)
         unreached = {each for each in self.registered if each.requires_grad and each not in self.reached}
         self.missing = unreached if self.missing is None else self.missing & unreached
         self.reached = set()
         for place, parameter in enumerate(self.registered):
             parts = [each[place] for each in everybody]
-            total = combined([gradient for _, gradient in parts], "average")
+            total = combined([gradient for _, gradient in parts], "average", self.divisor)
             if any(used for used, _ in parts):
                 parameter.grad = total

@@ -11,6 +11,7 @@ from support.fuzz.models import OTHER_DTYPES, PARTS, WITHOUT_PARAMETERS
 from support.fuzz.passes import EVERYWHERE, Evaluate, Pass
 from support.fuzz.programs import Action, Program
 from support.fuzz.steps import Clip, ClosureStep, DropGradient, Scaler, Schedule, Step, Synchronize, ZeroGrad
+from support.fuzz.uneven import Uneven
 
 T = TypeVar("T")
 Draw = Callable[[st.SearchStrategy[Any]], Any]
@@ -57,12 +58,19 @@ class Draft:
                 options["sparse_as_dense"] = self.choose(False, True)
             options["groups"] = self.choose(None, None, 1, 2, "lists")
             if self.ranks > 1 and self.chance(10):
-                options["process_set"] = self.choose((0,), (0, self.ranks - 1), tuple(range(self.ranks - 1)))
+                options["process_set"] = self.draw_set()
         elif self.wraps_module:
             options[self.choose("find_unused_parameters", "static_graph", "plain")] = True
             options.pop("plain", None)
             options["broadcast_buffers"] = self.choose(True, False)
             options["bucket_cap_mb"] = self.choose(None, 0.0001)
+            options["gradient_as_bucket_view"] = self.choose(False, True)
+            if self.chance(15):
+                options["hook"] = self.choose("allreduce", "fp16", "bf16", "own")
+            if self.kind == "ddp" and self.ranks > 1 and "hook" not in options and self.chance(10):
+                options["process_set"] = self.draw_set()
+        if self.chance(20):
+            options["start"] = "own" if self.wraps_module else "broadcast"
         defaults = {
             "op": "average",
             "backward_passes_per_step": 1,
@@ -73,8 +81,13 @@ class Draft:
             "groups": None,
             "broadcast_buffers": True,
             "bucket_cap_mb": None,
+            "gradient_as_bucket_view": False,
         }
         return {name: value for name, value in options.items() if value != defaults.get(name)}
+
+    def draw_set(self) -> tuple[int, ...]:
+        """Some of the ranks."""
+        return self.choose((0,), (0, self.ranks - 1), tuple(range(self.ranks - 1)))
 
     def allowed_parts(self) -> list[str]:
         """Parts that the pages do not refuse with this wrapper."""
@@ -85,8 +98,10 @@ class Draft:
             refused |= {"lazy"}
         if self.options.get("op") == "adasum":
             refused |= {"complex", "sparse embedding"}
-        if self.options.get("compression", "none") != "none":
+        if "compression" in self.options or "hook" in self.options:
             refused |= {"complex", "sparse embedding"}
+        if "process_set" in self.options:
+            refused |= {"sync batch norm"}
         return [name for name in PARTS if name not in refused]
 
     def draw_optimizer(self) -> str:
@@ -108,9 +123,11 @@ class Draft:
         if "reentrant checkpoint" in self.parts:
             # Its gradients arrive once for each forward; docs/ddp.md
             refused |= {"two forwards"}
+        if "sync batch norm" in self.parts:
+            refused |= {"penalty", "create graph"}
         if {"reentrant checkpoint", "sparse embedding", "lazy"} & set(self.parts):
             refused |= {"penalty", "grad", "func", "by hand", "create graph"}
-        if {"checkpoint", "batch norm", "weight norm", "complex", "grad dtype"} & set(self.parts):
+        if {"checkpoint", "batch norm", "sync batch norm", "weight norm", "complex", "grad dtype"} & set(self.parts):
             refused |= {"func"}
         if "batch norm" in self.parts and self.wraps_module and self.options.get("broadcast_buffers", True):
             refused |= {"two forwards"}
@@ -131,7 +148,8 @@ class Draft:
         """Draw a pass in one of these forms, as far as they are possible."""
         possible = [form for form in forms if form in self.forms()] or ["plain"]
         unused: list[tuple[int, int]] = []
-        partial = self.kind in ("optimizer", "zero alone") or bool(self.options.get("find_unused_parameters"))
+        partial = not self.wraps_module or bool(self.options.get("find_unused_parameters"))
+        partial = partial and "sync batch norm" not in self.parts
         if self.parts and not self.steady and self.chance(30 if partial else 5):
             part = self.choose(*range(len(self.parts)))
             where = (EVERYWHERE,) if "unused everywhere" not in self.without else ()
@@ -142,7 +160,8 @@ class Draft:
         if not self.steady and "freeze" not in self.without and self.chance(5):
             inside = ((self.choose(*self.layers()), self.choose(True, False)),)
         absent = None
-        if self.kind in ("optimizer", "zero alone") and not self.steady and self.ranks > 1 and self.chance(8):
+        whole = self.wraps_module or self.steady or "sync batch norm" in self.parts
+        if not whole and self.ranks > 1 and self.chance(8):
             absent = self.choose(*range(self.ranks))
         return Pass(
             self.batch(),
@@ -178,7 +197,7 @@ class Draft:
             self.actions.append(Hook(self.choose(*self.layers()), self.choose(False, True)))
 
     def evaluate(self) -> None:
-        alone = () if "counting" in self.parts else range(self.ranks)
+        alone = () if {"counting", "sync batch norm"} & set(self.parts) else range(self.ranks)
         self.actions.append(Evaluate(self.batch(), self.choose(EVERYWHERE, *alone), self.choose(False, True)))
 
     def between_steps(self) -> None:
@@ -210,6 +229,9 @@ class Draft:
             for _ in range(self.choose(0, 0, 1, 2)):
                 self.actions.append(self.make_pass("plain", "two backwards", *PLAIN_FORMS, local=True))
                 self.change()
+        if not self.steady and self.chance(8) and self.may_join():
+            self.actions.append(self.uneven())
+            return
         self.reduced_passes()
         if self.chance(15):
             self.actions.append(Clip(scaled=self.scales))
@@ -217,6 +239,16 @@ class Draft:
             self.actions.append(Synchronize(self.choose(1.0, 0.5)))
             return
         self.actions.append(Step(self.scales))
+
+    def may_join(self) -> bool:
+        """Whether the pages let ranks have different numbers of inputs here."""
+        refused = {"sparse embedding", "sync batch norm", "lazy"} | ({"counting"} if self.wraps_module else set())
+        return not refused & set(self.parts) and "process_set" not in self.options
+
+    def uneven(self) -> Uneven:
+        """Steps on ranks that have different numbers of inputs."""
+        counts = tuple(self.choose(0, 1, 2) for _ in range(self.ranks - 1))
+        return Uneven((2, *counts), self.batch(), self.options.get("op") != "adasum" and self.choose(False, True))
 
     def reduced_passes(self) -> None:
         most = self.options.get("backward_passes_per_step", 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import traceback
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -30,6 +31,11 @@ class World(Protocol):
 
     def no_sync(self, training: Training) -> Any:
         """Return the context of local passes."""
+
+    def uneven(
+        self, training: Training, counts: Sequence[int], step: Callable[[int], None], *, by_active: bool
+    ) -> None:
+        """Make so many steps on each rank in a Join context."""
 
     def average(self, tensors: list[Tensor]) -> None:
         """Exchange tensors by hand."""
@@ -88,7 +94,7 @@ class Training:
         gradients = gradients and self.program.kind != "zero alone"
         values: dict[str, Value | None] = {}
         for name, parameter in self.network.named_parameters():
-            if isinstance(parameter, nn.parameter.UninitializedParameter):
+            if is_lazy(parameter):
                 continue
             values[name] = Value.of(parameter)
             if gradients:
@@ -96,6 +102,19 @@ class Training:
         for name, buffer in self.network.named_buffers():
             values[f"buffer {name}"] = Value.of(buffer)
         self.outcome.seen.append((f"action {self.number} ({label})", values))
+
+
+def is_lazy(tensor: Tensor) -> bool:
+    """Whether it has no shape yet."""
+    return isinstance(tensor, nn.parameter.UninitializedParameter)
+
+
+def start_differently(network: nn.Module, rank: int) -> None:
+    """Give each rank other values to start with; those of rank 0 stay."""
+    with torch.no_grad():
+        for each in (*network.parameters(), *network.buffers()):
+            if not is_lazy(each) and each.layout is torch.strided:
+                each.add_(rank)
 
 
 def make_optimizer(name: str, parameters: Any) -> Optimizer:
