@@ -29,12 +29,15 @@ _TORCH_ONLY = {
 }
 
 
+def parameters_of(module: nn.Module, ignored: set[str]) -> dict[str, Tensor]:
+    return {name: parameter for name, parameter in module.named_parameters() if name not in ignored}
+
+
 def check_module(module: object, ignored: set[str]) -> dict[str, Tensor]:
+    """Return the parameters. Only for the constructor: a program may freeze all of them later."""
     if not isinstance(module, nn.Module):
         raise UsageError(f"DistributedDataParallel expects a torch.nn.Module, got {type(module).__name__}.")
-    parameters: dict[str, Tensor] = {
-        name: parameter for name, parameter in module.named_parameters() if name not in ignored
-    }
+    parameters = parameters_of(module, ignored)
     if not any(parameter.requires_grad for parameter in parameters.values()):
         raise DataParallelError(
             "DistributedDataParallel is not needed when a module doesn't have any parameter that requires a gradient."

@@ -27,6 +27,7 @@ from hvlike.training.ddp.arguments import (
     check_ranks,
     check_torch_only,
     moved,
+    parameters_of,
 )
 from hvlike.training.ddp.comm_hooks import Hook, allreduce_hook, compression_of, fp16_compress_hook
 from hvlike.training.ddp.end_of_backward import is_inside_backward
@@ -219,7 +220,7 @@ class DistributedDataParallel(nn.Module, BuiltInJoinable):
             memory.load_shared(state["shared"])
 
     def _parameters_to_train(self) -> dict[str, Tensor]:
-        return check_module(self.module, self.parameters_to_ignore)
+        return parameters_of(self.module, self.parameters_to_ignore)
 
     def _new_gradients(self, reduction: Reduction) -> ModuleGradients:
         unused = self.find_unused_parameters

@@ -16,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import hypothesis
 import torch
 from hypothesis import HealthCheck, Phase
+from support.fuzz import changes, passes, steps, uneven
 from support.fuzz.jobs import Job
 from support.fuzz.judge import is_sound, judge
 from support.fuzz.oracle import simulate
@@ -114,6 +115,18 @@ class Runner:
         return self._known[program]
 
 
+def parse(text: str) -> Program:
+    """Return the program that was printed so."""
+    names = {
+        each.__name__: each
+        for module in (passes, steps, changes, uneven)
+        for each in vars(module).values()
+        if isinstance(each, type)
+    }
+    program: Program = eval(text, {"Program": Program, **names})
+    return program
+
+
 def main(arguments: Sequence[str]) -> int:
     """The command line of scripts/fuzz."""
     parser = argparse.ArgumentParser(prog="scripts/fuzz", description=__doc__)
@@ -127,12 +140,18 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--faults", type=int, default=1, help="how many faults end the run (1)")
     parser.add_argument("--without", action="append", default=[], help="a part of models that is left out")
     parser.add_argument("--shrink", type=float, default=SHRINKING_SECONDS, help="seconds to shrink each (60)")
+    parser.add_argument("--replay", type=Path, help="run the one program that this file holds, as it was printed")
     given = parser.parse_args(arguments)
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     begin = time.monotonic()
     with Job(given.ranks) as job:
         runner = Runner(job, tuple(given.without), given.shrink)
+        if given.replay:
+            setting = Setting(given.ranks, given.overlap == "1", given.nodes or None)
+            wrong = runner.check(parse(given.replay.read_text()), setting)
+            print(wrong or "as the pages promise")
+            return int(bool(wrong))
         seed = given.seed
         while time.monotonic() - begin < 60 * given.minutes and runner.tried < given.programs:
             kinds = given.kind or KINDS

@@ -96,6 +96,10 @@ class Draft:
             refused |= OTHER_DTYPES | {"sparse embedding", "lazy", "empty"}
         if self.wraps_module:
             refused |= {"lazy"}
+        if self.options.get("start"):
+            refused |= {"lazy", "sparse buffer"}
+        if self.wraps_module and self.options.get("broadcast_buffers", True):
+            refused |= {"sparse buffer"}
         if self.options.get("op") == "adasum":
             refused |= {"complex", "sparse embedding"}
         if "compression" in self.options or "hook" in self.options:
@@ -248,7 +252,9 @@ class Draft:
     def uneven(self) -> Uneven:
         """Steps on ranks that have different numbers of inputs."""
         counts = tuple(self.choose(0, 1, 2) for _ in range(self.ranks - 1))
-        return Uneven((2, *counts), self.batch(), self.options.get("op") != "adasum" and self.choose(False, True))
+        of_deltas, own = self.options.get("op") == "adasum", self.options.get("hook") == "own"
+        by_active = not of_deltas and not own and self.choose(False, True)
+        return Uneven((2, *counts), self.batch(), by_active)
 
     def reduced_passes(self) -> None:
         most = self.options.get("backward_passes_per_step", 1)
