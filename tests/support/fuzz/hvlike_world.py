@@ -125,6 +125,9 @@ class HvlikeWorld:
         else:
             torch.nn.utils.clip_grad_norm_(training.network.parameters(), norm)
 
+    def about_to_step(self, training: Training) -> None:
+        """Only the oracle looks."""
+
     def for_scaler(self, training: Training) -> Any:
         """Return what a GradScaler is given."""
         return training.optimizer

@@ -18,8 +18,8 @@ from support.job import RunningJob, start_job
 
 RANK = Path(__file__).with_name("rank.py")
 START_SECONDS = 120.0
-PROGRAM_SECONDS = 20.0
-PEERS_SECONDS = 5.0
+PROGRAM_SECONDS = 12.0
+PEERS_SECONDS = 3.0
 MOST_LINES = 20
 
 

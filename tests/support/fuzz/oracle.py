@@ -64,6 +64,10 @@ def _world_of(number: int) -> SimulatedWorld:
     return _worlds[number]
 
 
+class Unsound(Exception):
+    """A program of which nobody can say how it ends."""
+
+
 class SimulatedWorld:
     """One simulated rank."""
 
@@ -175,6 +179,11 @@ class SimulatedWorld:
             training.optimizer.synchronize()
         torch.nn.utils.clip_grad_norm_(training.network.parameters(), norm)
 
+    def about_to_step(self, training: Training) -> None:
+        """A step on sums that no pass has reduced makes ranks part in any library."""
+        if isinstance(training.model, ReferenceModule) and training.model.reached:
+            raise Unsound
+
     def for_scaler(self, training: Training) -> Any:
         """Return what a GradScaler is given."""
         if isinstance(training.optimizer, ReferenceOptimizer):
@@ -199,8 +208,3 @@ def simulate(program: Program, ranks: int, pool: ThreadPoolExecutor) -> list[Out
         return outcome
 
     return list(pool.map(run, range(ranks)))
-
-
-def waits_for_ever(outcomes: Sequence[Outcome]) -> bool:
-    """Whether some simulated rank has waited for one that has failed, or has ended."""
-    return any(each.failure is not None and each.failure.kind == "BrokenBarrierError" for each in outcomes)

@@ -22,6 +22,7 @@ from support.fuzz.hvlike_world import HvlikeWorld
 from support.fuzz.outcomes import Outcome
 from support.fuzz.programs import Program
 from support.fuzz.training import Training
+from torch.utils.checkpoint import checkpoint
 
 import hvlike as hvd
 
@@ -74,9 +75,18 @@ def serve(driver: Connection) -> None:
             return
 
 
+def warm_up() -> None:
+    """Have torch import what it imports at the first use, for which a program has no time."""
+    row = torch.ones(1, 1, requires_grad=True)
+    layer = torch.nn.Linear(1, 1)
+    checkpoint(layer, row, use_reentrant=False).sum().backward()
+    torch.optim.Adam(layer.parameters()).step()
+
+
 def main() -> None:
     """Connect, serve, end."""
     torch.set_num_threads(1)
+    warm_up()
     hvd.init()
     gc.freeze()
     stack = Path(sys.argv[1]).with_name(f"stack-{hvd.rank()}")

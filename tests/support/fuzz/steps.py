@@ -28,6 +28,7 @@ class Step(Action):
     scaled: bool = False
 
     def do(self, training: Training) -> None:
+        training.world.about_to_step(training)
         if self.scaled:
             training.scaler.step(training.world.for_scaler(training))
             training.scaler.update()

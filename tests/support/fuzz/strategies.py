@@ -155,8 +155,10 @@ class Draft:
         partial = not self.wraps_module or bool(self.options.get("find_unused_parameters"))
         partial = partial and "sync batch norm" not in self.parts
         if self.parts and not self.steady and self.chance(30 if partial else 5):
+            # A lazy layer gets its shape in the first pass.
             part = self.choose(*range(len(self.parts)))
-            where = (EVERYWHERE,) if "unused everywhere" not in self.without else ()
+            partial = partial and self.parts[part] != "lazy"
+            where = (EVERYWHERE,) if "unused everywhere" not in self.without and self.parts[part] != "lazy" else ()
             where += tuple(range(self.ranks)) if partial else ()
             if where:
                 unused.append((part, self.choose(*where)))
@@ -164,7 +166,7 @@ class Draft:
         if not self.steady and "freeze" not in self.without and self.chance(5):
             inside = ((self.choose(*self.layers()), self.choose(True, False)),)
         absent = None
-        whole = self.wraps_module or self.steady or "sync batch norm" in self.parts
+        whole = self.wraps_module or self.steady or {"sync batch norm", "lazy"} & set(self.parts)
         if not whole and self.ranks > 1 and self.chance(8):
             absent = self.choose(*range(self.ranks))
         return Pass(

@@ -43,6 +43,9 @@ class World(Protocol):
     def clip(self, training: Training, norm: float) -> None:
         """Clip the gradients of the optimizer."""
 
+    def about_to_step(self, training: Training) -> None:
+        """Say so where a step makes no sense."""
+
     def for_scaler(self, training: Training) -> Any:
         """Return what a GradScaler is given."""
 

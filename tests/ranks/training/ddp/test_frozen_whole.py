@@ -1,0 +1,28 @@
+"""A module that is frozen whole after it was wrapped, as the critic of a GAN is, stays a module like any other."""
+
+import copy
+import pickle
+from types import ModuleType
+
+import torch
+from support.training.problem import make_model, same_on_all_ranks, share, whole_batch
+
+from hvlike.nn import DistributedDataParallel
+
+
+def test_it_is_copied_and_pickled(hvd: ModuleType) -> None:
+    model = DistributedDataParallel(make_model())
+    model.requires_grad_(False)
+    for again in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        again.requires_grad_(True)
+        again(share(hvd, whole_batch())[0]).square().mean().backward()
+        assert same_on_all_ranks([each.grad for each in again.parameters() if each.grad is not None])
+
+
+def test_it_leaves_a_join_context(hvd: ModuleType) -> None:
+    model = DistributedDataParallel(make_model())
+    model.requires_grad_(False)
+    with model.join(), torch.enable_grad():
+        for step in range(hvd.rank()):
+            model(share(hvd, whole_batch(step))[0])
+    assert same_on_all_ranks(model.parameters())
