@@ -220,6 +220,10 @@ class Guard:
             if _follows(kind) or (_is_internal(kind) and not self._on_first_node):
                 # The rank that reports the cause ends this process meanwhile.
                 time.sleep(PRECEDENCE)
+            if _follows(kind) and self._parents is not None and self._parents.is_orphan():
+                # The job has ended, and its cause was told: a rank that was stopped goes on after that.
+                self._reported = True
+                return
             text = f"hvlike: {what} on {self._name}\n"
             if with_trace:
                 text += printing.traceback_of(kind, error, trace)
