@@ -123,7 +123,11 @@ def main_stack() -> str:
     innermost = sys._current_frames().get(threading.main_thread().ident or 0)
     if innermost is None or threading.current_thread() is threading.main_thread() or _waits(innermost):
         return ""
-    return "".join(traceback.format_stack(innermost, _FRAMES)).rstrip("\n")
+    # It reads the program's sources, and the program may have replaced what reads them.
+    try:
+        return "".join(traceback.format_stack(innermost, _FRAMES)).rstrip("\n")
+    except Exception as error:
+        return f"  (its stack cannot be shown: {type(error).__name__})"
 
 
 def _waits(frame: FrameType | None) -> bool:

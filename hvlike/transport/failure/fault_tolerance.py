@@ -38,7 +38,7 @@ import numpy as np
 from hvlike.errors import LaunchError, PeerLeftError, UsageError
 from hvlike.observe import printing
 from hvlike.transport.failure.fault_tolerant_comm import GARBAGE, Communicator, is_failure
-from hvlike.transport.host import topology
+from hvlike.transport.host import launchers, topology
 from hvlike.transport.host.mpi_library import ForkMark, mapped_files
 
 ENABLED = "OMPI_MCA_mpi_ft_enable"
@@ -180,10 +180,13 @@ class Job:
         self.goes_on_without_this = False  # Whether the others train on when this process ends with an error
         self.restarts = 0
         here = mpi.Get_processor_name(), topology.machine_id(), _process_numbers()
-        told = self.comm.allgather((mpi.COMM_WORLD.rank, here, os.getpid()))
-        self._hosts: dict[int, str] = {place: host for place, (host, *_), _ in told}
-        # Of other ranks of this node, by their number in COMM_WORLD; only where process ids mean the same.
-        self.neighbours = {place: process for place, there, process in told if there == here and process != os.getpid()}
+        own = mpi.COMM_WORLD.rank, here, os.getpid(), launchers.local_rank(os.environ)
+        told = self.comm.allgather(own)
+        self._hosts: dict[int, str] = {place: host for place, (host, *_), *_ in told}
+        # Process and number on the node of its other ranks, by their number in COMM_WORLD; only where process ids mean
+        # the same.
+        self.neighbours = {place: (process, local) for place, there, process, local in told if there == here}
+        del self.neighbours[mpi.COMM_WORLD.rank]
         self.losses = 0
         self.last_loss = -math.inf  # Of time.monotonic()
         if Job.current is None:

@@ -16,7 +16,7 @@ from typing import ClassVar
 
 from hvlike.transport.failure.fault_tolerance import report_lost
 from hvlike.transport.failure.watchdog import Liveness
-from hvlike.transport.host.mpi_library import ForkMark
+from hvlike.transport.host.mpi_library import ForkMark, unlink_segments_of
 
 LOOK_SECONDS = 0.1
 
@@ -26,9 +26,9 @@ class LossWatch:
 
     current: ClassVar[LossWatch | None] = None
 
-    def __init__(self, processes: Mapping[int, int], give_up: Callable[[str, str], None]) -> None:
-        """processes: by rank of COMM_WORLD, those of this node without this one. give_up: ends the job where MPI cannot
-        be told.
+    def __init__(self, neighbours: Mapping[int, tuple[int, str | None]], give_up: Callable[[str, str], None]) -> None:
+        """neighbours: process and number on the node, of the other ranks of this node, by rank of COMM_WORLD. give_up:
+        ends the job where MPI cannot be told.
         """
         if LossWatch.current is None:
             # Registered after what ends MPI, so it runs before: who ends well is not lost.
@@ -36,11 +36,12 @@ class LossWatch:
         else:
             LossWatch.current.stop()
         LossWatch.current = self
-        self._liveness = Liveness(processes)
+        self._local_ranks = {rank: local for rank, (_, local) in neighbours.items()}
+        self._liveness = Liveness({rank: process for rank, (process, _) in neighbours.items()})
         self._give_up = give_up
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="hvlike-loss-watch", daemon=True)
-        if processes:
+        if neighbours:
             self._thread.start()
 
     def stop(self) -> None:
@@ -55,6 +56,8 @@ class LossWatch:
             if lost and not report_lost(lost):
                 text = f"the processes with the numbers {lost} of the job have vanished, and MPI cannot be told of it"
                 self._give_up(f"hvlike: {text}; the job ends", text)
+            for local in filter(None, (self._local_ranks[rank] for rank in lost)):
+                unlink_segments_of(local)
 
 
 def _stop_current() -> None:

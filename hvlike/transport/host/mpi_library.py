@@ -68,6 +68,16 @@ def unlink_start_up_segments(*, alone: bool = False) -> None:
             os.unlink(path)
 
 
+def unlink_segments_of(local_rank: str) -> None:
+    """Remove the name of the segment that a lost rank of this node has left, and that this process maps: nobody else
+    will. Open MPI ends the names with its number on the node.
+    """
+    for path in mapped_files(_OPEN_MPI_SEGMENTS):
+        if path.endswith(f".{local_rank}"):
+            with contextlib.suppress(OSError):
+                os.unlink(path)
+
+
 def mapped_files(*parts: str) -> list[str]:
     """The files that this process maps, where the name is not gone already and holds one of these parts."""
     try:

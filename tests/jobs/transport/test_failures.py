@@ -1,24 +1,16 @@
 """Some cells of the table of failures; which ones changes from commit to commit. All: `python -m support.failures`."""
 
-import subprocess
-
 import pytest
 from support.failures.case import Case
 from support.failures.endings import FAILURES, case_of
 from support.failures.outcome import run_case
 from support.failures.phases import PHASES
 from support.failures.surroundings import surroundings
-from support.job import CHECKOUT
+from support.jobs_of_commit import number_of_commit
 
 CELLS = [(phase, ranks) for phase in PHASES for ranks in (2, 3, 4)]
 # What the rank prints is cut off by the end of the job when it comes late.
 BY_HAND = ("hang with the lock",)
-
-
-def number_of_commit() -> int:
-    """A number that is another one in the next commit; the same for all who run this one."""
-    asked = subprocess.run(["git", "rev-parse", "HEAD"], cwd=CHECKOUT, capture_output=True, text=True, check=False)
-    return int(asked.stdout[:8] or "0", 16)
 
 
 def chosen(number: int) -> list[Case]:

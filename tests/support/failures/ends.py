@@ -47,22 +47,24 @@ START = ("plain", "ulfm", "launch", "run") if IS_OPEN_MPI else ("plain", "launch
 STARTED = {"plain": "`mpirun`", "ulfm": "`--with-ft ulfm`", "launch": "`launch`", "run": "`hvd.run`"}
 
 FROM_OUTSIDE = ("mpirun killed", "Ctrl-C", "caller killed")
-GOES_ON = ("raise", "exit status", "interrupt", "MemoryError", "SIGKILL", "SIGSEGV", "SIGTERM", "SIGSTOP")
+GOES_ON = ("raise", "exit status", "interrupt", "MemoryError", "SIGKILL", "SIGSEGV", "SIGTERM", "SIGSTOP", "leaves")
 """Under fault tolerance the others go on; SIGSTOP ends with SIGKILL after HVLIKE_HEARTBEAT_SECONDS."""
 
 _SIGNALLED = (
     r"on\s+signal \d+|vanished without a word|EXIT CODE: \d+|ended with status -?\d+|[Nn]on-zero (?:status|exit)"
 )
 REPORTS = {
-    "raise": r"^hvlike: uncaught exception on rank 1 of \d",
-    "exit status": r"^hvlike: rank 1 of \d on \S+ ended with status 7",
-    "interrupt": r"^hvlike: uncaught exception on rank 1 of \d",
-    "thread": r"^hvlike: uncaught exception in thread loader on rank 1 of \d",
-    "MemoryError": r"^hvlike: uncaught exception on rank 1 of \d",
-    "SIGSEGV": r"^Fatal Python error: Segmentation fault",
-    "SIGSTOP": r"^hvlike: uncaught exception on rank 0 of \d",
-    "leaves": r"^hvlike: uncaught exception on rank 0 of \d",
+    "raise": r"^ ?hvlike: uncaught exception on rank 1 of \d",
+    "exit status": r"^ ?hvlike: rank 1 of \d on \S+ ended with status 7",
+    "interrupt": r"^ ?hvlike: uncaught exception on rank 1 of \d",
+    "thread": r"^ ?hvlike: uncaught exception in thread loader on rank 1 of \d",
+    "MemoryError": r"^ ?hvlike: uncaught exception on rank 1 of \d",
+    "SIGSEGV": r"^ ?Fatal Python error: Segmentation fault",
+    "SIGSTOP": r"^ ?hvlike: uncaught exception on rank 0 of \d",
+    "leaves": r"^ ?hvlike: uncaught exception on rank 0 of \d",
 }
+_ANY_REPORT = r"^ ?hvlike: (?:uncaught exception|rank \d+ of \d+ on \S+ ended)"
+_LEFT = r"^ ?hvlike: rank 1 of \d on \S+ has left elastic.run while other ranks train"
 CAUSES = {
     "raise": r"^ValueError: boom gr(?:öße|\\xf6\\xdfe)$",
     "interrupt": r"^KeyboardInterrupt$",
@@ -249,10 +251,17 @@ def _wrong_report(end: End, job: Job) -> Iterator[str]:
     if goes_on and end.how in ("SIGKILL", "SIGTERM", "SIGSTOP"):
         yield "the loss is not named" if "vanished" not in job.stderr and end.streams == "plain" else ""
         return
+    left = goes_on and end.how == "leaves"
     if end.how in REPORTS:
-        count = len(re.findall(REPORTS[end.how], job.stderr, re.MULTILINE))
+        count = _count(_LEFT if left else REPORTS[end.how], job)
         yield f"{count} reports" if count != 1 else ""
-    others = len(re.findall(r"^hvlike: (?:uncaught exception|rank \d+ of \d+ on \S+ ended)", job.stderr, re.MULTILINE))
+    others = _count(_ANY_REPORT, job)
     yield f"{others} reports in all" if others > 1 else ""
-    if end.how in CAUSES and not re.search(CAUSES[end.how], job.stderr, re.MULTILINE):
+    if end.how in CAUSES and not left and not _count(CAUSES[end.how], job):
         yield "the cause is not named"
+
+
+def _count(pattern: str, job: Job) -> int:
+    # The caller's exception repeats the last lines, for who catches it.
+    said = job.stderr.partition("hvlike.errors.LaunchError: run: the job ended")[0]
+    return len(re.findall(pattern, said, re.MULTILINE))

@@ -133,6 +133,8 @@ def work(how: str, streams: str, start: str, place: str) -> None:
         hvd.elastic.run(step)(state)
     else:
         step(state)
+    # Python itself ends with 120 where these cannot be flushed.
+    sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
     os.write(1, b"done\n")
 
 
