@@ -27,6 +27,7 @@ def main() -> int:
     ends.add_argument("--ends", action="store_true", help="every pair of values of two dimensions")
     ends.add_argument("--all", action="store_true", help="every cell")
     ends.add_argument("--jobs", type=int, default=2, metavar="N", help="so many at once (2)")
+    ends.add_argument("--seed", type=int, default=0, metavar="N", help="other cells that have every pair (0)")
     ends.add_argument("--write", action="store_true", help="write the table into docs/failures.md")
     for name, values in (("how", HOW), ("streams", STREAMS), ("between", BETWEEN), ("start", START)):
         ends.add_argument(f"--{name}", action="append", choices=values)

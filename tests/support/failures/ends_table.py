@@ -14,7 +14,7 @@ BEGIN, FINISH = "<!-- ends of jobs: scripts/ends_of_jobs --write -->\n", "<!-- e
 
 def run_ends(options: argparse.Namespace) -> int:
     """Run them, print each one that is wrong, and the table; 1 when one is wrong."""
-    chosen = [end for end in (product() if options.all else pairs()) if _is_chosen(end, options)]
+    chosen = [end for end in (product() if options.all else pairs(options.seed)) if _is_chosen(end, options)]
     if not chosen:
         # No pair of values has all that was asked for.
         chosen = [end for end in product() if _is_chosen(end, options)]

@@ -69,3 +69,23 @@ def test_a_terminal_of_ones_own(pty: int, monkeypatch: pytest.MonkeyPatch) -> No
     assert columns_of_terminal() is None  # closed
     monkeypatch.setattr(sys, "stderr", None)
     assert columns_of_terminal() is None
+
+
+class Bare:
+    """What a program puts in place of stderr: it can write, and nothing else."""
+
+    def write(self, text: str) -> None: ...
+
+
+class Hostile:
+    def __getattr__(self, name: str) -> object:
+        raise ValueError(name)
+
+
+@pytest.mark.parametrize("kind", [Bare, Hostile])
+def test_a_stream_of_the_programs_own_is_no_terminal_but_the_launchers_may_be_one(
+    kind: type[object], pty: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stderr", kind())
+    assert columns_of_terminal(lambda: None) is None
+    assert columns_of_terminal(lambda: os.ttyname(pty)) == 123
