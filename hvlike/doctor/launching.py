@@ -10,14 +10,13 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING
 
 from hvlike import config
 from hvlike.doctor.finding import Finding, Skipped, numbers, plural, quoted
 from hvlike.doctor.probe import FAILED, Gap, known
 from hvlike.errors import LaunchError, UsageError
-from hvlike.launch.supervisor import stop
+from hvlike.launch.attempt import Attempt
 from hvlike.transport.failure import fault_tolerance
 from hvlike.transport.host import find_mpirun
 from hvlike.transport.host.find_mpirun import OPEN_MPI, MpiLibrary, Mpirun, family_of_library
@@ -54,7 +53,6 @@ _UNFINISHED = (
     "(docs/several-nodes.md)."
 )
 _RANKS = 2
-_DYING_SECONDS = 3.0
 _SHOWN = 3
 _FAMILY_NAMES = {find_mpirun.HYDRA: "MPICH"}  # What users call a family of launchers
 
@@ -204,15 +202,10 @@ def try_ranks(mpirun: Mpirun, program: str, seconds: float, flags: Sequence[str]
     name = " ".join([*mpirun.command(_RANKS, ["python"], flags), "..."])
     # Files, not pipes: a rank that outlives its launcher would keep a pipe open and block the reader.
     with tempfile.TemporaryFile("w+") as printed, tempfile.TemporaryFile("w+") as errors:
-        process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=printed, stderr=errors, start_new_session=True
-        )
         status = None
-        try:
+        with Attempt(command, os.environ, [], stdout=printed, stderr=errors) as attempt:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                status = process.wait(seconds)
-        finally:
-            stop(process, partial(os.killpg, process.pid), _DYING_SECONDS)
+                status = attempt.wait(seconds)
         for file in (errors, printed):
             file.seek(0)
         lines = [line for line in (*errors.read().splitlines(), *printed.read().splitlines()) if line.strip(" -=*")]
