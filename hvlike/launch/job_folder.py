@@ -12,7 +12,6 @@ import pickle
 import socket
 import sys
 import time
-import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from hvlike.errors import LaunchError, UsageError
+from hvlike.observe import printing
 
 RANK_PROGRAM = "import sys; from hvlike.launch.job_folder import run_rank; run_rank(sys.argv[1])"
 """What each rank of the job runs; its argument is the folder."""
@@ -87,11 +87,11 @@ def write_failure(folder: Path, rank: int, error: BaseException) -> None:
     try:
         data = pickled(error, "the exception")
         pickle.loads(data)
-    except Exception:
+    except BaseException:
         # Many exceptions cannot be built from their arguments again. Only the text is sent then.
         data = None
-    trace = "".join(traceback.format_exception(error))
-    summary = "".join(traceback.format_exception_only(error)).strip()
+    trace = printing.traceback_of(type(error), error, error.__traceback__)
+    summary = printing.summary_of(type(error), error)
     failure = Failure(rank, socket.gethostname(), seconds, summary, trace, data)
     _write(folder / f"failure.{rank}", pickle.dumps(failure))
 
@@ -137,7 +137,12 @@ def run_rank(place: str) -> None:
         if isinstance(error, SystemExit) and not error.code:
             write_result(folder, rank, None)
         else:
-            write_failure(folder, rank, error)
+            try:
+                write_failure(folder, rank, error)
+            except Exception as obstacle:
+                # A full disk, say. The guard reports the exception itself.
+                text = printing.summary_of(type(obstacle), obstacle)
+                printing.write(f"hvlike: hvd.run is not told of the exception of rank {rank}: {text}")
         raise
 
 

@@ -15,7 +15,9 @@ import os
 import sys
 import threading
 import traceback
+from logging import LogRecord
 from types import FrameType
+from typing import Any
 
 from hvlike.observe import printing
 
@@ -61,7 +63,13 @@ class Printer(logging.Handler):
 
 
 class _Unfailing(logging.Logger):
-    """A logger whose records are handled without an exception, whatever handlers and filters are the program's."""
+    """A logger that raises nothing, whatever handlers, filters and kinds of records are the program's."""
+
+    def makeRecord(self, name: str, level: int, fn: str, lno: int, msg: object, args: Any, *more: Any) -> LogRecord:
+        try:
+            return super().makeRecord(name, level, fn, lno, msg, args, *more)
+        except Exception:
+            return LogRecord(name, level, fn, lno, msg, args, None)
 
     def handle(self, record: logging.LogRecord) -> None:
         try:

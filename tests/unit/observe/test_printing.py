@@ -236,6 +236,25 @@ def test_what_a_logging_handler_raises_stays_inside(
     assert "hvlike WARNING: rank 3 waits\n" in capsys.readouterr().err
 
 
+def test_records_of_a_kind_that_fails_are_printed(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> logging.LogRecord:
+        raise TypeError
+
+    handler = logging.StreamHandler(sys.stderr)
+    logger = logging.getLogger("hvlike")
+    logger.addHandler(handler)
+    previous = logging.getLogRecordFactory()
+    logging.setLogRecordFactory(fail)
+    try:
+        logger.warning("rank %d waits", 3)
+    finally:
+        logging.setLogRecordFactory(previous)
+        logger.removeHandler(handler)
+    assert "rank 3 waits\n" in capsys.readouterr().err
+
+
 def test_the_logger_of_another_class_keeps_it() -> None:
     class Own(logging.Logger):
         own = True
