@@ -98,9 +98,11 @@ DYNAMIC = "DYNAMIC"  # HVLIKE_TIMELINE that names no file: the program calls sta
 class Config:
     """The values of this run, and the table of all settings."""
 
-    knobs_file: str | None = setting(None, PATH, "a file of lines NAME=value", same=False)
+    knobs_file: str | None = setting(None, PATH, "a file with lines NAME=value", same=False)
     # Where the ranks run
-    ranks_per_node: int | None = setting(None, whole(1), "treat every N ranks of a host as a node, for tests")
+    ranks_per_node: int | None = setting(
+        None, whole(1), "treat every N ranks of a host as a node of their own, for tests"
+    )
     init_patience: float = setting(
         60.0, number(0.001), "seconds until init() warns that ranks are missing", name="INIT_PATIENCE_SECONDS"
     )
@@ -108,8 +110,10 @@ class Config:
     thread_affinity: tuple[int, ...] | None = shared(
         None, CORES, "the core of the background thread of each local rank", same=False
     )
-    peer_memory: bool = setting(True, SWITCH, "0: ranks do not copy directly between their memories")
-    keep_memory: bool = setting(False, SWITCH, "1: freed memory stays with the process")
+    peer_memory: bool = setting(True, SWITCH, "0: a rank does not read or write the memory of another one directly")
+    keep_memory: bool = setting(
+        False, SWITCH, "1: the process keeps freed memory instead of giving it back to the system"
+    )
     # What happens when a rank is lost
     spares: int = setting(0, whole(0), "how many of the last processes wait to replace lost ranks")
     min_ranks: int = setting(1, whole(1), "elastic.run ends when fewer ranks are left")
@@ -119,22 +123,30 @@ class Config:
     )
     fusion_threshold: int = shared(64 << 20, whole(0), "bytes of operations that run as one; 0: each runs alone")
     disable_group_fusion: bool = shared(False, SWITCH, "1: grouped operations are not fused with others")
-    cache_capacity: int = shared(4096, whole(0), "how many operations are remembered, and then sent as a number")
-    express: bool = setting(True, SWITCH, "0: rank 0 announces every allreduce, even one that all ranks call at once")
+    cache_capacity: int = shared(
+        4096, whole(0), "how many operations the ranks remember, to send a number in place of a description"
+    )
+    express: bool = setting(True, SWITCH, "0: negotiate every allreduce, even one that all ranks call at the same time")
     # Gradients
     gradients: str = setting(
         ADJOINT,
         one_of(ADJOINT, HOROVODS_OWN),
-        "what flows back: the derivative, or what Horovod has in its place (default if you import horovod)",
+        "what collectives return in backward: the derivative, or what Horovod returns (default if you import horovod)",
     )
     overlap: bool | None = setting(
-        None, SWITCH, "1: reduce gradients beside backward, 0: after it; unset: 1 where a core is spare"
+        None, SWITCH, "1: reduce gradients during backward; 0: after it; unset: 1 if a core is free"
     )
-    bucket_bytes: int | None = setting(None, whole(1), "bytes of gradients reduced together; unset: chosen for you")
-    first_bucket_bytes: int | None = setting(None, whole(1), "bytes of the first bucket; unset: as the others")
+    bucket_bytes: int | None = setting(
+        None, whole(1), "bytes of gradients that are reduced together; unset: hvlike chooses"
+    )
+    first_bucket_bytes: int | None = setting(None, whole(1), "bytes of the first bucket; unset: as for the others")
     # Restarts and preemption
-    checkpoint_dir: str | None = setting(None, PATH, "elastic.run writes commits there, and starts from the newest")
-    checkpoint_seconds: float = setting(60.0, number(0), "seconds between commits that are written; 0: each is")
+    checkpoint_dir: str | None = setting(
+        None, PATH, "the folder into which elastic.run writes commits; it starts from the newest one"
+    )
+    checkpoint_seconds: float = setting(
+        60.0, number(0), "seconds between commits that are written to disk; 0: every commit is written"
+    )
     launch_record: str | None = setting(None, PATH, "set by python -m hvlike launch", same=False)
     # Tensors of a GPU
     cuda_plane: str = setting(

@@ -9,9 +9,9 @@ sys.path.insert(0, str(ROOT))
 from hvlike.config import IGNORED, SETTINGS, SWITCH, Setting  # noqa: E402
 
 PAGE = ROOT / "docs" / "knobs.md"
-KNOBS_HEAD = "| name | default; allowed | effect |\n|---|---|---|\n"
+KNOBS_HEAD = "| variable | default; allowed | effect |\n|---|---|---|\n"
 IGNORED_HEAD = "| variables | why |\n|---|---|\n"
-OWN_CHOICE = "Each rank may choose its own value for: "
+OWN_CHOICE = "These may differ between ranks: "
 SHORT = {
     "a whole number of at least ": "≥ ",
     "a number of at least ": "≥ ",
@@ -30,8 +30,8 @@ def row(entry: Setting) -> str:
         values = values.replace(words, short)
     # The effect of a switch says what its other value does.
     allowed = f"{default}" if entry.kind is SWITCH else f"{default}; {values}"
-    star = " *" if entry.horovod else ""
-    return f"| `{entry.name}`{star} | {allowed} | {entry.effect} |"
+    names = ", ".join(f"`{variable}`" for variable in entry.spellings)
+    return f"| {names} | {allowed} | {entry.effect} |"
 
 
 def ignored_rows() -> list[str]:
@@ -54,7 +54,7 @@ def page_of(page: str) -> str:
     page = replaced(page, KNOBS_HEAD, [row(entry) for entry in SETTINGS.values()])
     page = replaced(page, IGNORED_HEAD, ignored_rows())
     before, _, after = page.partition(OWN_CHOICE)
-    names = ", ".join(f"`{entry.name}`" for entry in SETTINGS.values() if not entry.same)
+    names = ", ".join(f"`{entry.variable}`" for entry in SETTINGS.values() if not entry.same)
     return before + OWN_CHOICE + names + "." + after[after.index("\n") :]
 
 
