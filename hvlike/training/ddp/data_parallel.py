@@ -178,7 +178,7 @@ class DistributedDataParallel(nn.Module, BuiltInJoinable):
         state["_join_config"], state["_join_context"] = JoinConfig.construct_disabled_join_config(), None
         gradients = self._gradients
         state["_gradients"] = gradients.reduction, gradients.hook, gradients.hook_state
-        del state["_buffer_sync"]
+        del state["_buffer_sync"], state["_home"]
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -223,10 +223,12 @@ class DistributedDataParallel(nn.Module, BuiltInJoinable):
         return parameters_of(self.module, self.parameters_to_ignore)
 
     def _new_gradients(self, reduction: Reduction) -> ModuleGradients:
+        parameters = self._parameters_to_train()
         unused = self.find_unused_parameters
-        return ModuleGradients(
-            self._parameters_to_train(), reduction, find_unused=unused, static_graph=self.static_graph
-        )
+        first, parameter = next(iter(parameters.items()))
+        path, _, name = first.rpartition(".")
+        self._home = self.module.get_submodule(path), name, parameter
+        return ModuleGradients(parameters, reduction, find_unused=unused, static_graph=self.static_graph)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -356,7 +358,9 @@ class DistributedDataParallel(nn.Module, BuiltInJoinable):
 
     def _begin_training_pass(self) -> None:
         """Alone may wait for other ranks: a pass without gradients, as in an evaluation, may run on one of them."""
-        self._gradients.before_forward(synchronised=self.require_backward_grad_sync)
+        holder, name, parameter = self._home
+        stands_in = holder._parameters.get(name) is not parameter
+        self._gradients.before_forward(synchronised=self.require_backward_grad_sync, stands_in=stands_in)
         Join.notify_join_context(self)
         if self.require_forward_param_sync and self._syncs_buffers():
             self._buffer_sync.sync(from_highest=self._join_config.enable)

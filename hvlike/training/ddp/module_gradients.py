@@ -70,6 +70,7 @@ class ModuleGradients(Gradients):
         self.static_graph = static_graph
         self.find_unused = find_unused or static_graph
         self._pending = False  # A synchronised forward was made, and no backward pass of it has reduced yet
+        self._uses_own = True  # Such a forward has used the module's own parameters
         self._under_way = False  # A backward pass that reduces has begun and not ended
         self._collection: Collected | None = None  # Of the pass under way, unless into `.grad`
         self._missing: dict[GradState, None] | None = None  # Not reached since the last synchronised forward
@@ -94,8 +95,11 @@ class ModuleGradients(Gradients):
             )
         self.static_graph = self.find_unused = True
 
-    def before_forward(self, *, synchronised: bool) -> None:
-        """Begin a forward that trains. Collective where the last backward failed, if it is synchronised; else local."""
+    def before_forward(self, *, synchronised: bool, stands_in: bool) -> None:
+        """Begin a forward that trains. Collective where the last backward failed, if it is synchronised; else local.
+
+        stands_in: other tensors stand for the parameters (torch.func.functional_call).
+        """
         if not synchronised:
             self._look()
             return
@@ -110,6 +114,7 @@ class ModuleGradients(Gradients):
             super().take_back()
             self._end.take_turn()
         self._look()
+        self._uses_own = not stands_in or (self._uses_own and self._pending)
         self._pending = True
         if (missing and not self.find_unused) or not ended:
             cause = "" if ended else " Its backward pass was interrupted by an error."
@@ -212,7 +217,7 @@ class ModuleGradients(Gradients):
     def _ended(self, output: Any) -> None:
         """The pass has ended; `output` is the node through which it has come. Collective where it reduces; blocks."""
         if not self._under_way:
-            concerned = any(slot.reached or not slot.rests for slot in self._slots)
+            concerned = self._uses_own and any(slot.reached or not slot.rests for slot in self._slots)
             if not (concerned and output is not None and adds_all_from(output)):
                 return
         twice = self._complete()

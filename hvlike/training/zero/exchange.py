@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import logging
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from operator import attrgetter
 from typing import Any, TypeAlias
 
 import torch
@@ -114,6 +115,8 @@ class Partition:
 
 
 _log = logging.getLogger("hvlike")
+
+_dtype_of: Callable[[Tensor], torch.dtype] = attrgetter("dtype")
 
 
 def warn_if_gradients_differ(
@@ -234,11 +237,15 @@ class ParameterExchange:
         if as_buckets:
             self._flatten()
         else:
-            self._packing = Packing(self._moving, self._owners)
+            self._pack_each()
         self._frozen: list[list[Tensor]] = [[] for _ in range(partition.ranks)]
         for parameter, owner in zip(partition.parameters, partition.owners, strict=True):
             if not parameter.requires_grad:
                 self._frozen[owner].append(parameter)
+
+    def _pack_each(self) -> None:
+        self._packing = Packing(self._moving, self._owners)
+        self._dtypes = list(map(_dtype_of, self._moving))
 
     def _flatten(self) -> None:
         self._moving, owners = flatten(self._parameters, self._owners)
@@ -247,8 +254,11 @@ class ParameterExchange:
 
     def run(self, backend: Backend) -> Coroutine[None]:
         addresses = self._addresses
-        if addresses is not None and addresses != [parameter.data_ptr() for parameter in self._parameters]:
-            # The program has moved or converted some.
+        # The program may have moved or converted some.
+        if addresses is None:
+            if list(map(_dtype_of, self._moving)) != self._dtypes:
+                self._pack_each()
+        elif addresses != [parameter.data_ptr() for parameter in self._parameters]:
             self._flatten()
         operands = self._packing.pack(self._moving, owner=self._rank, home=home_of(backend))
         yield from _gather(backend, operands, self._packing.owners)

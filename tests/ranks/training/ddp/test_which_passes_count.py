@@ -67,6 +67,12 @@ def hessian_vector_product(model: nn.Module, module: nn.Module, batch: Tensor) -
     return torch.autograd.grad(sum(each.sum() for each in first), parameters, allow_unused=True)
 
 
+def added_to_other_tensors(model: nn.Module, module: nn.Module, batch: Tensor) -> object:
+    values = {f"module.{name}": each.detach().clone().requires_grad_() for name, each in module.named_parameters()}
+    torch.func.functional_call(model, values, (batch,)).square().mean().backward()
+    return [each.grad for each in values.values()]
+
+
 def of_a_function_s_input(model: nn.Module, _: nn.Module, batch: Tensor) -> object:
     return torch.autograd.functional.jacobian(lambda given: model(given).sum(), batch)
 
@@ -79,6 +85,7 @@ PASSES = [
     per_sample,
     forward_mode,
     hessian_vector_product,
+    added_to_other_tensors,
     of_a_function_s_input,
 ]
 
@@ -141,6 +148,24 @@ def test_meta_learning(hvd: ModuleType) -> None:
                 for name, each, gradient in zip(names, inner.parameters(), first, strict=True)
             }
             torch.func.functional_call(inner, adapted, (batch,)).square().mean().backward()
+        assert_same(gradients(module), gradients(alone))
+
+
+@pytest.mark.parametrize("find_unused", [False, True])
+def test_an_outer_pass_through_parameters_that_stand_in(hvd: ModuleType, find_unused: bool) -> None:
+    """The wrapper is called with adapted parameters; the pass reaches its own through them."""
+    module, alone = make(), make()
+    ddp = DistributedDataParallel(module, find_unused_parameters=find_unused)
+    for step in range(3):
+        for model, inner, batch in (
+            (Wrapped(alone), alone, inputs(step)),
+            (ddp, module, share(hvd, inputs(step))),
+        ):
+            inner.zero_grad()
+            named = {f"module.{name}": each for name, each in inner.named_parameters()}
+            first = torch.autograd.grad(loss_of(inner, inputs(9)), list(named.values()), create_graph=True)
+            adapted = {name: each - 0.1 * slope for (name, each), slope in zip(named.items(), first, strict=True)}
+            torch.func.functional_call(model, adapted, (batch,)).square().mean().backward()
         assert_same(gradients(module), gradients(alone))
 
 
