@@ -16,6 +16,7 @@ else:
     )
 
 # `import torch` imports this package where it is installed: hence no more than this. Where it is not, it is done here,
-# but for `python -m hvlike COMMAND` (sys.argv is not complete yet): not every command needs torch (__main__.py).
-if not (sys.argv[0] == "-m" and sys.orig_argv[-len(sys.argv)] == __name__):
+# but for `python -m hvlike COMMAND` (sys.argv is not complete yet) and `hvlike COMMAND`: not every command needs torch,
+# and `run` leaves its import to the program (__main__.py).
+if not ((sys.argv[0] == "-m" and sys.orig_argv[-len(sys.argv)] == __name__) or sys.argv[0].endswith("/hvlike")):
     register()

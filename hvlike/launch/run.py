@@ -26,6 +26,7 @@ from hvlike.observe import printing
 from hvlike.transport.host import find_mpirun
 from hvlike.transport.host.find_mpirun import OPEN_MPI, Mpirun
 from hvlike.transport.host.launchers import detect_launcher
+from hvlike.transport.host.rank_variables import without_own
 from hvlike.transport.host.topology import available_cores
 
 T = TypeVar("T")
@@ -148,8 +149,9 @@ def _added_variables(environment: Mapping[str, str], ranks: int, *, on_hosts: bo
 
 def without_launcher(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the environment without the variables of the launcher of this process, which another job must not see."""
+    environment = without_own(environment)
     if detect_launcher(environment) is None:
-        return dict(environment)
+        return environment
     return {name: value for name, value in environment.items() if not name.startswith(_LAUNCHER_VARIABLES)}
 
 

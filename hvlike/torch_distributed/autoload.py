@@ -7,7 +7,6 @@ imported already, and no fault in it ends the import of torch. The backend itsel
 from __future__ import annotations
 
 import contextlib
-import os
 import sys
 import warnings
 from collections.abc import Iterator
@@ -16,8 +15,6 @@ from typing import Any
 BACKEND_NAME = "hvlike"
 OLDEST_TORCH = (2, 7)  # Older ones lose works of Python in C++, and wait for them for ever
 
-LAUNCHED = ("RANK", "_PROCID")  # How names of variables end in which launchers tell the rank
-
 
 def register() -> None:
     """Register the backend, unless that is done already. Never raises."""
@@ -25,7 +22,6 @@ def register() -> None:
         import torch.distributed as dist
 
         if dist.is_available() and not hasattr(dist.Backend, BACKEND_NAME.upper()):
-            _set_rank_variables()
             dist.Backend.register_backend(BACKEND_NAME, _create, extended_api=True, devices=_devices())
             backend: Any = dist.Backend
             backend._plugins = _Plugins(backend._plugins)
@@ -101,13 +97,3 @@ def _extend_rendezvous() -> None:
         yield find_place(url)
 
     handlers["env"] = from_environment
-
-
-def _set_rank_variables() -> None:
-    """Under an MPI launcher, set RANK, LOCAL_RANK and so on where they are missing: programs read them early."""
-    if not any(name.endswith(LAUNCHED) for name in os.environ):
-        return
-    from hvlike.transport.host.launchers import rank_variables
-
-    for name, value in rank_variables(os.environ).items():
-        os.environ.setdefault(name, value)

@@ -27,7 +27,7 @@ from hvlike.collectives.session import context
 from hvlike.collectives.session.context import Context
 from hvlike.errors import HorovodInternalError, LaunchError, UsageError
 from hvlike.torch_distributed.key_value_table import Answer, Due, Table
-from hvlike.transport.host import mpi_library
+from hvlike.transport.host import mpi_library, rank_variables
 from hvlike.transport.host.launchers import detect_launcher
 from hvlike.transport.loop.coroutine import Coroutine, Wait
 from hvlike.transport.messages.traffic import Topic
@@ -333,10 +333,10 @@ def _alone(said: str, size: object) -> str:
 
 
 def set_variables(environment: MutableMapping[str, str], world: World, *, anew: bool = False) -> None:
-    """Set the variables that torchrun sets, where they are missing or anew; RANK and WORLD_SIZE in any case."""
-    node = next(place for place, ranks in enumerate(world.nodes) if world.rank in ranks)
-    environment.update(RANK=str(world.rank), WORLD_SIZE=str(world.size))
-    others = {"LOCAL_RANK": world.local_rank, "LOCAL_WORLD_SIZE": world.local_size, "GROUP_RANK": node}
-    for name, value in others.items():
-        if anew or name not in environment:
-            environment[name] = str(value)
+    """Set the variables that torchrun sets, where they are missing or anew; RANK and WORLD_SIZE in any case. Local."""
+    found = rank_variables.places(world)
+    rank_variables.set_missing(environment, {name: found[name] for name in ("RANK", "WORLD_SIZE")}, anew=True)
+    if world.size == 1:
+        # In a job of several ranks init() has done it.
+        found |= rank_variables.master(world, environment)
+    rank_variables.set_missing(environment, found, anew=anew)

@@ -38,7 +38,7 @@ from hvlike.transport.failure.fault_tolerance import Job, as_error, is_enabled
 from hvlike.transport.failure.guard import Guard, give_up
 from hvlike.transport.failure.heartbeat import Heartbeat, heartbeat_limit
 from hvlike.transport.failure.watchdog import Liveness, init_watchdog
-from hvlike.transport.host import launchers, mpi_library
+from hvlike.transport.host import launchers, mpi_library, rank_variables
 from hvlike.transport.host.topology import available_cores, has_spare_core
 from hvlike.transport.loop.coroutine import Coroutine, Task, Wait
 from hvlike.transport.memory.malloc import keep_memory
@@ -166,6 +166,7 @@ class Context:
             # Raised on every rank or on none, so the communicators can be freed; the user may call init() again.
             self.world.close()
             raise
+        rank_variables.set_at_start(os.environ, self.world)
         self.fabric = Fabric(self.world, peer_memory=knobs.peer_memory)
         self.guard.before_end.append(self.fabric.recorder.flush)
         settings.apply(self.fabric)

@@ -7,7 +7,6 @@ size 1: N models are trained side by side and nobody notices. `check_launcher` t
 from __future__ import annotations
 
 import multiprocessing
-import re
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -92,63 +91,11 @@ _LOCAL_RANKS = (
     "FLUX_TASK_LOCAL_ID",
     "SLURM_LOCALID",
 )
-_LOCAL_SIZES = (
-    "OMPI_COMM_WORLD_LOCAL_SIZE",
-    "MV2_COMM_WORLD_LOCAL_SIZE",
-    "MPI_LOCALNRANKS",
-    "PMI_LOCAL_SIZE",
-    "PALS_LOCAL_SIZE",
-    "JSM_NAMESPACE_LOCAL_SIZE",
-)
-# One of these is set by mpirun and mpiexec, which start MPI jobs, and by batch systems for steps that are MPI jobs.
-# Other steps are shells, agents that start others, or programs that have nothing to do with each other.
-_OF_MPI_JOBS = ("OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK")
-_OF_MPIRUN = ("OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE", "MPI_LOCALNRANKS")
-_NOT_OF_MPI = ("WORLD_SIZE", "HOROVOD_SIZE")
 
 
 def local_rank(environment: Mapping[str, str]) -> str | None:
     """The number of this rank on its node, where the launcher tells it."""
     return next((environment[name] for name in _LOCAL_RANKS if name in environment), None)
-
-
-def _tasks_on_node(environment: Mapping[str, str]) -> str | None:
-    """How many tasks of a Slurm step run on this node: 2 in the second node of SLURM_STEP_TASKS_PER_NODE=4,2(x3)."""
-    counts: list[str] = []
-    for tasks, nodes in re.findall(r"(\d+)(?:\(x(\d+)\))?", environment.get("SLURM_STEP_TASKS_PER_NODE", "")):
-        counts += [tasks] * int(nodes or 1)
-    node = environment.get("SLURM_NODEID", "")
-    return counts[int(node)] if node.isdecimal() and int(node) < len(counts) else None
-
-
-def rank_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables that torchrun would set and that are missing, as far as the launcher of MPI jobs tells them.
-
-    Empty without such a launcher, where RANK or WORLD_SIZE say something else, and in steps of a batch system that are
-    no MPI jobs: other libraries take these variables for a sign that the processes train together.
-    """
-    launcher = detect_launcher(environment)
-    if launcher is None or launcher.rank is None or launcher.variable in _NOT_OF_MPI:
-        return {}
-    signs = _OF_MPIRUN if launcher.size == 1 else _OF_MPI_JOBS
-    if not any(name in environment for name in signs):
-        return {}
-    found = {"RANK": str(launcher.rank), "WORLD_SIZE": str(launcher.size)}
-    if any(environment.get(name, value) != value for name, value in found.items()):
-        return {}
-    here = local_rank(environment)
-    if here is not None:
-        found["LOCAL_RANK"] = here
-    beside = next((environment[name] for name in _LOCAL_SIZES if name in environment), None)
-    if beside is None and launcher.variable.startswith("SLURM_"):
-        beside = _tasks_on_node(environment)
-    if beside is not None:
-        found["LOCAL_WORLD_SIZE"] = beside
-    if beside == found["WORLD_SIZE"]:
-        found["GROUP_RANK"] = "0"
-    elif launcher.variable.startswith("SLURM_") and "SLURM_NODEID" in environment:
-        found["GROUP_RANK"] = environment["SLURM_NODEID"]
-    return {name: value for name, value in found.items() if name not in environment}
 
 
 def check_launcher(environment: Mapping[str, str], mpi_size: int, library: str) -> None:

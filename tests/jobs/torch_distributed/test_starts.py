@@ -17,16 +17,15 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
-local_rank = int(os.environ["LOCAL_RANK"])
-assert (os.environ["WORLD_SIZE"], os.environ["LOCAL_WORLD_SIZE"]) == ("2", "2")
-assert "MASTER_ADDR" not in os.environ
+assert not {"RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR"} & set(os.environ), "import torch sets none"
 assert not [name for name in sys.modules if name.startswith("hvlike.collectives")]
 
 def check():
     dist.init_process_group("hvlike")
     assert dist.get_backend() == "hvlike"
+    local_rank = int(os.environ["LOCAL_RANK"])
     assert dist.get_rank() == local_rank == int(os.environ["RANK"])
-    assert os.environ["GROUP_RANK"] == "0"
+    assert (os.environ["WORLD_SIZE"], os.environ["LOCAL_WORLD_SIZE"], os.environ["GROUP_RANK"]) == ("2", "2", "0")
     tensor = torch.ones(2)
     dist.all_reduce(tensor)
     assert tensor.tolist() == [2.0, 2.0]
@@ -44,7 +43,7 @@ check()
 dist.destroy_process_group()
 check()
 ending = sys.argv[1]
-if ending == "destroyed" or (ending == "destroyed on one rank" and local_rank == 0):
+if ending == "destroyed" or (ending == "destroyed on one rank" and os.environ["RANK"] == "0"):
     dist.destroy_process_group()
 if ending == "hvlike first":
     import hvlike
@@ -88,29 +87,51 @@ tensor = torch.ones(1)
 dist.all_reduce(tensor)
 print(dist.get_rank(), dist.get_world_size(), tensor.item(), os.environ["RANK"], os.environ["LOCAL_RANK"])
 dist.destroy_process_group()
-# Other backends ask for what torch documents.
-try:
-    dist.init_process_group("gloo", init_method="env://")
-except ValueError as error:
-    print(error)
+# Other backends find what torch documents.
+dist.init_process_group("gloo")
+dist.all_reduce(tensor)
+print(tensor.item())
 """
+
+
+TORCHRUNS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
 def run(command: list[str], **variables: str) -> subprocess.CompletedProcess[str]:
     """Run a program without mpirun."""
     environment = {
-        name: value
-        for name, value in job_environment(variables).items()
-        if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK") or name in variables
+        name: value for name, value in job_environment(variables).items() if name not in TORCHRUNS or name in variables
     }
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=100)
 
 
 def test_without_a_launcher_it_is_a_job_of_one(installed: str) -> None:
     done = run([sys.executable, "-c", OF_ONE], **paths(installed))
-    lines = done.stdout.splitlines()
-    assert lines[0] == "0 1 1.0 0 0", done.stderr
-    assert "MASTER_ADDR expected, but not set" in lines[1]
+    assert done.stdout.splitlines() == ["0 1 1.0 0 0", "1.0"], done.stderr
+
+
+GLOO_IF_SEVERAL = """
+import os
+import torch
+import torch.distributed as dist
+if sys.argv[1] == "hvlike":
+    import hvlike as hvd
+    hvd.init()
+# What many programs do.
+if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    dist.init_process_group("gloo")
+tensor = torch.ones(1)
+if dist.is_initialized():
+    dist.all_reduce(tensor)
+    dist.destroy_process_group()
+print(tensor.item(), flush=True)
+"""
+
+
+@pytest.mark.parametrize(("first", "total"), [("torch", "1.0"), ("hvlike", "2.0")])
+def test_programs_that_look_at_world_size_find_all_or_nothing(installed: str, first: str, total: str) -> None:
+    job = run_job("import sys" + GLOO_IF_SEVERAL, 2, env=paths(installed), args=[first]).check()
+    assert job.stdout.split() == [total, total]
 
 
 ALONE = "import torch.distributed as dist; dist.init_process_group('hvlike')"

@@ -15,7 +15,6 @@ import torch.distributed as dist
 
 from hvlike.errors import UsageError
 from hvlike.torch_distributed import autoload
-from hvlike.transport.host import launchers
 
 CHECKOUT = Path(__file__).resolve().parents[3]
 
@@ -78,19 +77,19 @@ def test_import_hvlike_registers_it_without_an_installation() -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_under_a_launcher_the_variables_of_the_rank_are_there_after_import_torch(installed: Path) -> None:
+def test_import_torch_changes_no_variable_under_a_launcher(installed: Path) -> None:
+    """Programs take WORLD_SIZE for a sign that MASTER_ADDR is set, too."""
     program = """
 import os
+before = dict(os.environ)
 import torch
-print(os.environ["RANK"], os.environ["WORLD_SIZE"], os.environ["LOCAL_RANK"])
+print(hasattr(torch.distributed.Backend, "HVLIKE"), sorted(set(os.environ.items()) - set(before.items())))
 """
-    mpich = {"PMI_RANK": "1", "PMI_SIZE": "3", "MPI_LOCALRANKID": "0"}
+    mpich = {"PMI_RANK": "1", "PMI_SIZE": "3", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "3"}
     done = run(program, installed, **mpich)
-    assert done.stdout.split() == ["1", "3", "0"], done.stderr
-
-
-def test_every_launcher_tells_the_rank_by_a_name_that_autoload_knows() -> None:
-    assert all(sign[2].endswith(autoload.LAUNCHED) for sign in launchers.SIGNS)
+    without = run(program, TORCH_DEVICE_BACKEND_AUTOLOAD="0", **mpich)
+    assert done.stdout.startswith("True ["), done.stderr
+    assert done.stdout.removeprefix("True") == without.stdout.removeprefix("False")
 
 
 def refuse(*arguments: object, **named: object) -> None:

@@ -13,7 +13,9 @@ from hvlike.torch_distributed.store import check_environment, check_place, set_v
 
 def world(rank: int, size: int) -> Any:
     nodes = (tuple(range(size)),)
-    return SimpleNamespace(rank=rank, size=size, local_rank=rank, local_size=size, nodes=nodes)
+    found = SimpleNamespace(rank=rank, size=size, local_rank=rank, local_size=size, nodes=nodes)
+    found.place = found
+    return found
 
 
 def test_what_is_left_out_or_right_is_accepted() -> None:
