@@ -35,7 +35,9 @@ def lines_for(module: str, name: str) -> list[str]:
         return []
     path = f"{module}.{name}"
     if inspect.isclass(thing):
-        return [f".. autoclass:: {path}", "   :members:", ""]
+        # Modules of Horovod's have names of its own exceptions: links lead to the page of exceptions.
+        again = ["   :no-index:"] if thing.__module__ == "hvlike.errors" else []
+        return [f".. autoclass:: {path}", "   :members:", *again, ""]
     if inspect.isroutine(thing):
         return [f".. autofunction:: {path}", ""]
     return [f".. py:data:: {path}", ""]
