@@ -96,6 +96,19 @@ class Replace(Action):
 
 
 @dataclass(frozen=True)
+class Rewrap(Action):
+    """Wrap the model anew, as programs do to resume; the earlier wrappers may still be there."""
+
+    keep: bool = True
+
+    def do(self, training: Training) -> None:
+        if self.keep:
+            training.earlier.append((training.model, training.optimizer))
+        training.model, training.optimizer, training.scheduler = training.network, None, None
+        training.world.rewrap(training)
+
+
+@dataclass(frozen=True)
 class Copy(Action):
     """Go on with a copy of model and optimizer."""
 

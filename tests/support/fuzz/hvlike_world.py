@@ -72,6 +72,10 @@ class HvlikeWorld:
             start_differently(network, self.rank)
         if start == "broadcast":
             hvd.broadcast_parameters(network.state_dict(), root_rank=0)
+        self._make_wrappers(training)
+
+    def _make_wrappers(self, training: Training) -> None:
+        program, network = training.program, training.network
         options = self.options(training)
         parameters = list(network.parameters())
         kind, settings = OPTIMIZERS[program.optimizer]
@@ -124,6 +128,15 @@ class HvlikeWorld:
             hvd.clip_grad_norm_(training.optimizer, norm)
         else:
             torch.nn.utils.clip_grad_norm_(training.network.parameters(), norm)
+
+    def rewrap(self, training: Training) -> None:
+        """Wrap the model anew while the earlier wrapper is there."""
+        self._make_wrappers(training)
+
+    def compiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Compile a function of the program, by the backend that changes nothing of what it computes."""
+        torch._dynamo.reset()
+        return torch.compile(function, backend="eager")
 
     def about_to_step(self, training: Training) -> None:
         """Only the oracle looks."""

@@ -14,7 +14,7 @@ from typing import Any
 
 from support.fuzz.outcomes import Failure, Outcome
 from support.fuzz.programs import Program, Setting
-from support.job import RunningJob, start_job
+from support.job import STARTUP, RunningJob, start_job
 
 RANK = Path(__file__).with_name("rank.py")
 START_SECONDS = 120.0
@@ -30,9 +30,10 @@ class Lost(Exception):
 class Job:
     """Ranks that wait for programs."""
 
-    def __init__(self, ranks: int, checkout: Path | None = None) -> None:
+    def __init__(self, ranks: int, hvlike: Path | None = None) -> None:
+        """hvlike: the folder of another hvlike than this checkout's."""
         self.ranks = ranks
-        self._checkout = checkout
+        self._hvlike = hvlike
         self._running: RunningJob | None = None
         self._folder = ""
         self._pids: dict[int, int] = {}
@@ -75,10 +76,9 @@ class Job:
         if self._running is None:
             self._folder = tempfile.mkdtemp(prefix="hvlike-fuzz-")
             address = f"{self._folder}/driver"
-            program = RANK if self._checkout is None else self._checkout / RANK.relative_to(RANK.parents[3])
-            environment = {} if self._checkout is None else {"PYTHONPATH": str(self._checkout)}
+            environment = {} if self._hvlike is None else {"PYTHONPATH": f"{self._hvlike}{os.pathsep}{STARTUP}"}
             with Listener(address, family="AF_UNIX", backlog=self.ranks) as listener:
-                self._running = start_job(program, self.ranks, args=[address], env=environment)
+                self._running = start_job(RANK, self.ranks, args=[address], env=environment)
                 self._accept(listener)
         if self._setting != setting:
             self._ask(("start", setting.knobs), START_SECONDS, {})

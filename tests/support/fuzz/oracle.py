@@ -98,6 +98,11 @@ class SimulatedWorld:
             start_differently(network, self.rank)
         if start == "broadcast":
             self._broadcast(list(network.state_dict().values()))
+        self.rewrap(training)
+
+    def rewrap(self, training: Training) -> None:
+        """Make the reference classes."""
+        program, network = training.program, training.network
         if program.kind in ("optimizer", "zero alone"):
             training.optimizer = ReferenceOptimizer(
                 make_optimizer(program.optimizer, network.parameters()), self, program
@@ -178,6 +183,10 @@ class SimulatedWorld:
         if isinstance(training.optimizer, ReferenceOptimizer):
             training.optimizer.synchronize()
         torch.nn.utils.clip_grad_norm_(training.network.parameters(), norm)
+
+    def compiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Leave it as it is."""
+        return function
 
     def about_to_step(self, training: Training) -> None:
         """A step on sums that no pass has reduced makes ranks part in any library."""

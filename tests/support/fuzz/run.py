@@ -20,6 +20,7 @@ from support.fuzz import changes, passes, steps, uneven
 from support.fuzz.jobs import Job
 from support.fuzz.judge import is_sound, judge
 from support.fuzz.oracle import simulate
+from support.fuzz.planted import PLANTS, planted
 from support.fuzz.programs import Program, Setting
 from support.fuzz.strategies import KINDS, programs
 
@@ -56,6 +57,7 @@ class Runner:
     job: Job
     without: tuple[str, ...] = ()
     shrinking_seconds: float = SHRINKING_SECONDS
+    quiet: bool = False
     tried: int = 0
     unsound: int = 0
     found: list[Found] = field(default_factory=list)
@@ -106,6 +108,25 @@ class Runner:
             return found
         return None
 
+    def run(self, given: argparse.Namespace) -> str:
+        """Run blocks of programs until time, programs or faults are enough; return a line about them."""
+        begin, seed, kinds = time.monotonic(), given.seed, given.kind or KINDS
+        while time.monotonic() - begin < 60 * given.minutes and self.tried < given.programs:
+            overlap = bool(seed // len(kinds) % 2) if given.overlap is None else given.overlap == "1"
+            setting = Setting(given.ranks, overlap, given.nodes or None)
+            found = self.block(kinds[seed % len(kinds)], seed, setting, min(BLOCK, given.programs - self.tried))
+            if found is not None:
+                if not self.quiet:
+                    print(found, "\n", flush=True)
+                if len(self.found) >= given.faults:
+                    break
+            seed += 1
+        seconds = time.monotonic() - begin
+        return (
+            f"{self.tried} programs from seed {given.seed} to {seed} in {seconds:.0f} s ({self.tried / seconds:.1f} a "
+            f"second), {self.unsound} without an end that can be foretold; {len(self.found)} faults"
+        )
+
     def _judged(self, program: Program, setting: Setting) -> str | None:
         """Judge a program once."""
         if program not in self._known:
@@ -144,11 +165,13 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--faults", type=int, default=1, help="how many faults end the run (1)")
     parser.add_argument("--without", action="append", default=[], help="a part of models that is left out")
     parser.add_argument("--shrink", type=float, default=SHRINKING_SECONDS, help="seconds to shrink each (60)")
+    parser.add_argument("--planted", action="store_true", help="show that faults planted into a copy are found")
     parser.add_argument("--replay", type=Path, help="run the one program that this file holds, as it was printed")
     given = parser.parse_args(arguments)
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    begin = time.monotonic()
+    if given.planted:
+        return find_planted(given)
     with Job(given.ranks) as job:
         runner = Runner(job, tuple(given.without), given.shrink)
         if given.replay:
@@ -156,23 +179,23 @@ def main(arguments: Sequence[str]) -> int:
             wrong = runner.check(parse(given.replay.read_text()), setting)
             print(wrong or "as the pages promise")
             return int(bool(wrong))
-        seed = given.seed
-        while time.monotonic() - begin < 60 * given.minutes and runner.tried < given.programs:
-            kinds = given.kind or KINDS
-            overlap = bool(seed // len(kinds) % 2) if given.overlap is None else given.overlap == "1"
-            setting = Setting(given.ranks, overlap, None)
-            found = runner.block(kinds[seed % len(kinds)], seed, setting, min(BLOCK, given.programs - runner.tried))
-            if found is not None:
-                print(found, "\n", flush=True)
-                if len(runner.found) >= given.faults:
-                    break
-            seed += 1
-    seconds = time.monotonic() - begin
-    print(
-        f"{runner.tried} programs from seed {given.seed} to {seed} in {seconds:.0f} s ({runner.tried / seconds:.1f} a "
-        f"second), {runner.unsound} that cannot end; {len(runner.found)} faults"
-    )
-    return 1 if runner.found else 0
+        print(runner.run(given))
+        return int(bool(runner.found))
+
+
+def find_planted(given: argparse.Namespace) -> int:
+    """Plant one fault after the other; return how many are not found."""
+    missed = 0
+    for fault in PLANTS:
+        with planted(fault) as folder, Job(given.ranks, folder) as job:
+            runner = Runner(job, tuple(given.without), given.shrink, quiet=True)
+            runner.run(given)
+        missed += not runner.found
+        where = f"after {runner.tried} programs" if runner.found else f"NOT FOUND in {runner.tried}"
+        print(f"{where}: {fault.name}", flush=True)
+        if runner.found:
+            print(f"{runner.found[0].program}\n{runner.found[0].text[:300]}\n", flush=True)
+    return missed
 
 
 if __name__ == "__main__":

@@ -55,6 +55,27 @@ class ClosureStep(Action):
 
 
 @dataclass(frozen=True)
+class CompiledSteps(Action):
+    """Some steps by one function under torch.compile."""
+
+    batches: tuple[int, ...]
+    set_to_none: bool = True
+
+    def do(self, training: Training) -> None:
+        def train(rows: torch.Tensor, words: torch.Tensor) -> None:
+            training.optimizer.zero_grad(set_to_none=self.set_to_none)
+            loss = training.model(rows, words).square().mean()
+            training.world.backward(training, loss, reduces=True)
+            training.optimizer.step()
+
+        function = training.world.compiled(train)
+        for batch in self.batches:
+            rows, words = training.batch(batch)
+            function(rows.to(training.network.last.weight.dtype), words)
+            training.see("compiled step")
+
+
+@dataclass(frozen=True)
 class Clip(Action):
     """Clip the gradients by their norm; with a GradScaler after unscaling."""
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection
 from typing import Any, TypeVar
 
 from hypothesis import strategies as st
-from support.fuzz.changes import Add, Convert, Copy, Freeze, FreezeAll, Hook, Reload, Replace
+from support.fuzz.changes import Add, Convert, Copy, Freeze, FreezeAll, Hook, Reload, Replace, Rewrap
 from support.fuzz.models import OTHER_DTYPES, PARTS, WITHOUT_PARAMETERS
 from support.fuzz.passes import EVERYWHERE, Evaluate, Pass
 from support.fuzz.programs import Action, Program
@@ -218,6 +218,8 @@ class Draft:
             possible = [Schedule()]
         if self.kind == "optimizer" and self.options.get("groups") is None:
             possible += [Add(), Replace()]
+        if self.kind in ("optimizer", "ddp"):
+            possible += [Rewrap(), Rewrap(keep=False)]
         if not (OTHER_DTYPES | {"sparse buffer", "lazy"}) & set(self.parts) and self.kind not in ("zero", "zero alone"):
             possible.append(Convert("float32"))
         self.actions.append(self.choose(*possible))

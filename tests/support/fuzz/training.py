@@ -43,6 +43,12 @@ class World(Protocol):
     def clip(self, training: Training, norm: float) -> None:
         """Clip the gradients of the optimizer."""
 
+    def rewrap(self, training: Training) -> None:
+        """Set `model` and `optimizer` to new wrappers."""
+
+    def compiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function compiled."""
+
     def about_to_step(self, training: Training) -> None:
         """Say so where a step makes no sense."""
 
@@ -63,6 +69,7 @@ class Training:
         self.model: nn.Module = self.network
         self.optimizer: Any = None
         self.scheduler: Any = None
+        self.earlier: list[Any] = []
         self.scaler: Any = None
         self.outcome = Outcome()
         self.number = 0
