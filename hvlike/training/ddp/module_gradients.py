@@ -101,6 +101,8 @@ class ModuleGradients(Gradients):
         stands_in: other tensors stand for the parameters (torch.func.functional_call).
         """
         if not synchronised:
+            # A forward before it whose output was not differentiated makes nothing of this one's pass.
+            self._pending = False
             self._look()
             return
         if self._under_way and self._is_gone():

@@ -11,6 +11,7 @@ from support.fuzz.programs import Program
 
 # By cause: class, a pattern of its text, and the page that describes it.
 DOCUMENTED: dict[str, tuple[str, str, str]] = {
+    "nothing to train": ("DataParallelError", "any parameter that requires a gradient", "docs/ddp.md"),
     "unused parameters": ("DataParallelError", "Expected to have finished reduction", "docs/ddp.md"),
     "interrupted backward": ("DataParallelError", "interrupted by an error", "docs/ddp.md"),
 }

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import itertools
 import threading
+import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -216,4 +217,6 @@ def simulate(program: Program, ranks: int, pool: ThreadPoolExecutor) -> list[Out
             exchange.leave()
         return outcome
 
-    return list(pool.map(run, range(ranks)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return list(pool.map(run, range(ranks)))

@@ -156,6 +156,8 @@ class ReferenceModule(nn.Module):
         self.present: Sequence[int] | None = None
         self.local = self.interrupted = False
         self.buffers_are_due = True
+        if not any(each.requires_grad for each in module.parameters()):
+            raise DocumentedError("nothing to train")
         if options.get("start"):
             self._take_start()
         self.reached: set[Tensor] = set()

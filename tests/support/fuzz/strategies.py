@@ -251,7 +251,7 @@ class Draft:
     def may_join(self) -> bool:
         """Whether the pages let ranks have different numbers of inputs here."""
         refused = {"sparse embedding", "sync batch norm", "lazy"} | ({"counting"} if self.wraps_module else set())
-        return not refused & set(self.parts) and "process_set" not in self.options
+        return "join" not in self.without and not refused & set(self.parts) and "process_set" not in self.options
 
     def uneven(self) -> Uneven:
         """Steps on ranks that have different numbers of inputs."""

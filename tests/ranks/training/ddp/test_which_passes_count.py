@@ -231,3 +231,21 @@ class Failing:
     def __call__(self, *_: object) -> None:
         if self.active:
             raise ZeroDivisionError
+
+
+@pytest.mark.parametrize("differentiated", [False, True])
+def test_a_local_pass_after_a_forward_that_accumulated_nothing(hvd: ModuleType, differentiated: bool) -> None:
+    """What a pass does is decided by the forward that it comes through."""
+    module = make()
+    model = DistributedDataParallel(module)
+    own = make()
+    batch = share(hvd, inputs(0))
+    output = model(batch).square().mean()
+    if differentiated:
+        torch.autograd.grad(output, list(module.parameters()))
+    with model.no_sync():
+        loss_of(model, batch).backward()
+    loss_of(own, batch).backward()
+    assert_same(gradients(module), gradients(own))
+    loss_of(model, batch).backward()
+    assert same_on_all_ranks([each.grad for each in module.parameters() if each.grad is not None])
