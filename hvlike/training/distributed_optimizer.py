@@ -76,7 +76,8 @@ class DistributedOptimizer(DelegatingOptimizer, BuiltInJoinable):
     Args:
         optimizer: Any torch.optim.Optimizer that is not distributed already.
         named_parameters: Pairs (name, parameter), such as `model.named_parameters()`; errors show these names, and
-            ranks are matched by them. They cover all parameters of the optimizer. Default: numbered names.
+            ranks are matched by them. They cover all parameters of the optimizer. Default: numbered names. Optimizers
+            that step in several threads need names, each its own.
         compression: How gradients are sent: a member of `hvlike.Compression`.
         backward_passes_per_step: How many backward passes are summed up on this rank before gradients are reduced.
         op: Average, Sum or Adasum.
@@ -141,6 +142,7 @@ class DistributedOptimizer(DelegatingOptimizer, BuiltInJoinable):
             process_set=registered_set(process_set, "DistributedOptimizer"),
         )
         self._wrap(optimizer, reduction, names, backward_passes_per_step)
+        reduction.announce(current(), self._gradients, names)
 
     def _wrap(self, optimizer: Optimizer, reduction: Reduction, names: Mapping[Tensor, str], passes: int) -> None:
         BuiltInJoinable.__init__(self)

@@ -26,6 +26,7 @@ from hvlike.backends.cuda.runtime import KINDS, events_of
 from hvlike.backends.op_queue import Job
 from hvlike.collectives.controller.coordinator import Coordinator, KnownResponse, ResponseList
 from hvlike.collectives.controller.inline_agreement import HURRY, PASS, Agreement
+from hvlike.collectives.controller.owner_names import OwnerNames
 from hvlike.collectives.controller.tensor_queue import AutomaticNames, TensorQueue
 from hvlike.collectives.controller.trace import Trace
 from hvlike.collectives.health.option_watch import OptionWatch
@@ -55,8 +56,7 @@ from hvlike.transport.world import Group
 PATIENCE_SECONDS = 0.5  # How long a rank waits before it reports the wait. Deadlocks are found among reported waits.
 READY, RESPONSES, WAITING, RESUMED = "ready", "responses", "waiting", "resumed"
 INSPECT, ANSWER, END = "inspect", "answer", "end"
-FAILURE, FAILED = "failure", "failed"
-OPTIONS = "options"
+FAILURE, FAILED, OPTIONS = "failure", "failed", "options"
 
 Runner = Callable[[list[tuple[Request, Response]]], None]
 
@@ -76,7 +76,7 @@ class Controller:
         """run: carries out what was agreed; end: ends everything with an error."""
         self.cycle_seconds = cycle_seconds  # How long the coordinator gathers what is ready before it announces it
         self.names = AutomaticNames()
-        self.optimizer_names = AutomaticNames()  # In the order of first use; join() leaves no gap to align
+        self.optimizer_names = OwnerNames()  # In the order of first use; join() leaves no gap to align
         self.steps: dict[str, int] = {}
         self.stand_in: Callable[[Response], Request | None] = lambda response: None  # Of a rank that has joined
         # Told in the loop which Join context, by its number, a member has left by an exception.

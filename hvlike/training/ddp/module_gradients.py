@@ -34,6 +34,7 @@ from hvlike.training.ddp.end_of_backward import (
 from hvlike.training.gradients.grad_state import GradState, Phase, reset
 from hvlike.training.gradients.gradients import Gradients
 from hvlike.training.gradients.parameters import temporary_gradients
+from hvlike.training.gradients.planned_queue import IN_ONE_THREAD
 from hvlike.training.gradients.reduction import Reducer, Reduction
 from hvlike.training.gradients.usage_errors import changed_while_reducing, list_names, used_in_backward
 
@@ -86,6 +87,10 @@ class ModuleGradients(Gradients):
         super().__init__(SimpleNamespace(param_groups=groups), reduction, names, 1)
         self._hooks.shares = True
         reset(self._slots)
+
+    def _new_name(self, context: Context) -> str:
+        # Of two models of one class all names are the same.
+        return self.reduction.automatic_name(context, self, {}, IN_ONE_THREAD)
 
     def set_static_graph(self) -> None:
         if self._pending or self._under_way or self._missing is not None or self.reducer is not None:
@@ -319,7 +324,7 @@ class ModuleGradients(Gradients):
             reducer = super()._new_reducer(context)
         else:
             if self.name is None:
-                self.name = self.reduction.automatic_name(context)
+                self.name = self._new_name(context)
             where, size = self.reduction.process_set, self.reduction.bucket_bytes
             reducer = HookedReducer(self.name, self._parameters, self.hook, self.hook_state, where, size)
         return reducer

@@ -61,7 +61,10 @@ class Gradients(ReducedParameters):
     def take_name(self) -> None:
         """Be matched between ranks by the place in their order of now, not of the first reduction. Local."""
         self._context = current()
-        self.name = self.reduction.automatic_name(self._context)
+        self.name = self._new_name(self._context)
+
+    def _new_name(self, context: Context) -> str:
+        return self.reduction.automatic_name(context, self, self.given_names, usage_errors.SEVERAL_THREADS)
 
     def arrived(self, slot: GradState) -> None:
         """The hook: backward has finished a gradient. Runs in backward's thread."""
@@ -341,7 +344,7 @@ class Gradients(ReducedParameters):
         if self.reduction.is_local(context):
             return None
         if self.name is None:
-            self.name = self.reduction.automatic_name(context)
+            self.name = self._new_name(context)
             self.comparison.start_with({slot.name: slot.parameter for slot in self._slots})
         names = [slot.name for slot in self._slots]
         reducer = self.reduction.reducer(self.name, names, self._parameters)

@@ -115,6 +115,10 @@ class Packing:
         return _Piece(owner, indices, None, buffer, views)
 
 
+IN_ONE_THREAD = (
+    "The ranks match them by the order in which they are made, which differs where threads run side by side. Make them "
+    "in one thread, in the same order on every rank; then any thread may use them."
+)
 ADVICE = "Build it with the same arguments on every rank."
 
 
@@ -143,6 +147,10 @@ class PlannedQueue(PersistentOperation):
         self._device = device
         self._kind = "" if device is None else kind_of(device)
         self._context: Context | None = None
+        self._refusal: UsageError | None = None
+
+    def refuse(self, error: UsageError) -> None:
+        self._refusal = error
 
     @property
     def group(self) -> Group:
@@ -152,6 +160,8 @@ class PlannedQueue(PersistentOperation):
 
     def agree(self) -> None:
         """Open the queue, unless it is there. Collective; blocks. Raises: MismatchError, where `described` differs."""
+        if self._refusal is not None:
+            raise self._refusal
         if not (is_running() and current() is self._context):
             self._enter_context()
         set_state = self._set_state
@@ -235,6 +245,7 @@ class PlannedQueue(PersistentOperation):
         self.forget()
         self._context = current()
         set_state = self._set_state = self._context.find_set(self._process_set, self._purpose)
-        self.name = f"{self._purpose}.{set_state.controller.optimizer_names.draw(self._purpose)}"
+        number = set_state.controller.optimizer_names.claim(self._purpose, self, IN_ONE_THREAD)
+        self.name = f"{self._purpose}.{number}"
         if self.options is not None:
             self.watch_options(self.options)

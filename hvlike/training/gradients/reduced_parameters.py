@@ -44,6 +44,11 @@ class ReducedParameters:
         self._watch: ParamGroupDiff | None = None  # None: look thoroughly before the next reduction
         self._left_out: list[Tensor] = []  # Frozen without a gradient
         self._context: Context | None = None  # That the reducer belongs to
+        self._refusal: UsageError | None = None  # What steps end with: another rank may take this one for another
+
+    def refuse(self, error: UsageError) -> None:
+        """Raise this error in the next pass. Any thread."""
+        self._refusal, self._watch = error, None
 
     def names(self) -> dict[Tensor, str]:
         """Return the parameters whose gradients are reduced, by their names. Local."""
@@ -54,6 +59,8 @@ class ReducedParameters:
 
     def refresh(self) -> None:
         """Follow changes of the parameter groups, of requires_grad, and of the running hvlike. Local."""
+        if self._refusal is not None:
+            raise self._refusal
         groups = self._optimizer.param_groups
         known = {slot.parameter: slot for slot in self._slots}
         wanted: list[Tensor] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Collection, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
@@ -19,6 +20,8 @@ from hvlike.collectives.compression import (
     check_compressed_op,
     check_compressor,
 )
+from hvlike.collectives.controller.owner_names import Owner
+from hvlike.collectives.controller.tensor_queue import automatic_name
 from hvlike.collectives.persistent.bucket import ReductionSettings
 from hvlike.collectives.requests.plan import BucketSizes, Entry
 from hvlike.collectives.requests.process_set import ProcessSet, global_process_set
@@ -137,11 +140,27 @@ class Reduction:
     def size(self, context: Context) -> int:
         return (self.process_set and self.process_set.size()) or context.world.size
 
-    def automatic_name(self, context: Context) -> str:
-        """Optimizers count when they first reduce, in one order everywhere: some ranks make copies for checkpoints."""
-        set_state = context.find_set(self.process_set, self.owner)
-        number = set_state.controller.optimizer_names.next(self.owner)
-        return f"{self.owner}.{number}"
+    def announce(self, context: Context, owner: Owner, given: Mapping[Tensor, str]) -> None:
+        """The owner was made in this thread, for which it will be named as it is used. Local."""
+        if not self.is_local(context):
+            names = context.find_set(self.process_set, self.owner).controller.optimizer_names
+            names.announce(self._kind(given), owner)
+
+    def automatic_name(self, context: Context, owner: Owner, given: Mapping[Tensor, str], advice: str) -> str:
+        """Optimizers count when they first reduce, in one order everywhere: some ranks make copies for checkpoints.
+
+        given: names that the program has given to parameters: by the first one those of several threads are told apart.
+        advice: what to do where they are not.
+        Raises: UsageError, where the ranks cannot tell them apart.
+        """
+        kind = self._kind(given)
+        number = context.find_set(self.process_set, self.owner).controller.optimizer_names.claim(kind, owner, advice)
+        return f"{kind}.{automatic_name(number) if kind == self.owner else number}"
+
+    def _kind(self, given: Mapping[Tensor, str]) -> str:
+        first = next(iter(given.values()), None)
+        by_order = first is None or threading.current_thread() is threading.main_thread()
+        return self.owner if by_order else f"{self.owner}.{first}"
 
     def reducer(self, name: str, names: Sequence[str], parameters: Sequence[Tensor]) -> PlannedReducer:
         size, factor = self.size(current()), self.predivide_factor

@@ -14,6 +14,12 @@ DROP = "To drop gradients instead, call optimizer.synchronize() and then optimiz
 _EVERY_RANK = "Every rank calls step(): if other ranks have called it here, this one has left it out."
 _CHANGE = "Call optimizer.synchronize() before you change gradients, and step under optimizer.skip_synchronize()."
 
+SEVERAL_THREADS = (
+    "Without names of its own each one is matched between ranks by the order of the first steps, which differs where "
+    "threads run side by side: they would get each other's gradients. Pass "
+    "named_parameters=[(f'{model}.{name}', parameter), ...] with names that no other optimizer has, on every rank."
+)
+
 ZERO_GRAD_WHILE_REDUCING = (
     "optimizer.zero_grad() was called after loss.backward() but before optimizer.step() or optimizer.synchronize(). "
     f"This is prohibited as it can cause a race condition. {_EVERY_RANK} {DROP} A backward pass for another optimizer "

@@ -1,0 +1,192 @@
+"""Optimizers and wrapped models in several threads: matched by the names they were given, or an error that says so."""
+
+import threading
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD
+
+from hvlike.errors import UsageError
+from hvlike.nn import DistributedDataParallel
+from hvlike.optim import ZeroRedundancyOptimizer
+
+pytestmark = pytest.mark.mpi(min_size=2)
+
+
+def in_threads(count: int, work: Callable[[int], None]) -> list[BaseException | None]:
+    """Run it in this many threads at once; what each has raised."""
+    errors: list[BaseException | None] = [None] * count
+
+    def run(number: int) -> None:
+        try:
+            work(number)
+        except BaseException as error:
+            errors[number] = error
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return errors
+
+
+class Turns:
+    """Lets threads go one after the other, in another order on each rank."""
+
+    def __init__(self, hvd: ModuleType, count: int) -> None:
+        self._order = sorted(range(count), reverse=hvd.rank() % 2 == 1)
+        self._made = threading.Barrier(count)
+        self._ready = [threading.Event() for _ in range(count)]
+
+    def all_are_made(self) -> None:
+        self._made.wait(30)
+
+    def begins(self, number: int) -> None:
+        place = self._order.index(number)
+        if place:
+            # Half a second later at the latest: the one before may wait for the other ranks.
+            self._ready[self._order[place - 1]].wait(0.5)
+        self._ready[number].set()
+
+
+def model() -> nn.Linear:
+    linear = nn.Linear(2, 1)
+    nn.init.zeros_(linear.weight)
+    nn.init.zeros_(linear.bias)
+    return linear
+
+
+def step(module: nn.Module, optimizer: Any, factor: float) -> None:
+    optimizer.zero_grad()
+    (module(torch.ones(1, 2)) * factor).sum().backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("op", ["Average", "Adasum"])
+def test_named_optimizers_are_matched_by_their_names(hvd: ModuleType, op: str) -> None:
+    turns, models = Turns(hvd, 3), [model() for _ in range(3)]
+
+    def work(number: int) -> None:
+        names = [(f"model{number}.{name}", each) for name, each in models[number].named_parameters()]
+        plain = SGD(models[number].parameters(), lr=1.0)
+        optimizer = hvd.DistributedOptimizer(plain, names, op=getattr(hvd, op))
+        turns.begins(number)
+        for _ in range(3):
+            step(models[number], optimizer, 10.0**number)
+
+    assert in_threads(3, work) == [None] * 3
+    for number, trained in enumerate(models):
+        torch.testing.assert_close(trained.weight, torch.full((1, 2), -3 * 10.0**number))
+
+
+def test_a_named_one_beside_one_in_the_main_thread(hvd: ModuleType) -> None:
+    models = [model(), model()]
+    first = hvd.DistributedOptimizer(SGD(models[0].parameters(), lr=1.0))
+    names = [(f"beside.{name}", each) for name, each in models[1].named_parameters()]
+
+    def work(_: int) -> None:
+        second = hvd.DistributedOptimizer(SGD(models[1].parameters(), lr=1.0), names)
+        for _ in range(3):
+            step(models[1], second, 100.0)
+
+    thread = threading.Thread(target=in_threads, args=(1, work))
+    thread.start()
+    for _ in range(3):
+        step(models[0], first, 1.0)
+    thread.join()
+    torch.testing.assert_close(models[0].weight, torch.full((1, 2), -3.0))
+    torch.testing.assert_close(models[1].weight, torch.full((1, 2), -300.0))
+
+
+@pytest.mark.parametrize("names", [False, True], ids=["without names", "the same names"])
+def test_what_cannot_be_told_apart_is_refused(hvd: ModuleType, names: bool) -> None:
+    turns, models = Turns(hvd, 2), [model(), model()]
+
+    def work(number: int) -> None:
+        named = list(models[number].named_parameters()) if names else None
+        optimizer = hvd.DistributedOptimizer(SGD(models[number].parameters(), lr=1.0), named)
+        turns.all_are_made()
+        turns.begins(number)
+        step(models[number], optimizer, 1.0)
+
+    for error in in_threads(2, work):
+        assert isinstance(error, UsageError)
+        assert "used in several threads" in str(error)
+        assert "named_parameters" in str(error)
+    assert all(not each.weight.any() for each in models)
+
+
+def test_one_after_the_other_needs_no_names(hvd: ModuleType) -> None:
+    models = [model(), model()]
+    for number in range(2):
+
+        def work(_: int, number: int = number) -> None:
+            step(models[number], hvd.DistributedOptimizer(SGD(models[number].parameters(), lr=1.0)), 10.0**number)
+
+        assert in_threads(1, work) == [None]
+    assert [float(each.weight.detach()[0, 0]) for each in models] == [-1.0, -10.0]
+
+
+def test_two_of_one_thread(hvd: ModuleType) -> None:
+    """Made in the main thread, both used in another one."""
+    models = [model(), model()]
+    optimizers = [hvd.DistributedOptimizer(SGD(each.parameters(), lr=1.0)) for each in models]
+
+    def work(_: int) -> None:
+        for module, optimizer in zip(models, optimizers, strict=True):
+            step(module, optimizer, 1.0)
+
+    assert in_threads(1, work) == [None]
+    assert all(float(each.weight.detach()[0, 0]) == -1.0 for each in models)
+
+
+def test_wrapped_models_are_made_in_one_thread_and_used_in_several(hvd: ModuleType) -> None:
+    turns, models = Turns(hvd, 2), [model(), model()]
+    wrapped = [DistributedDataParallel(each) for each in models]
+    zeros = [ZeroRedundancyOptimizer(each.parameters(), SGD, lr=1.0) for each in models]
+
+    def work(number: int) -> None:
+        turns.begins(number)
+        for _ in range(3):
+            step(wrapped[number], zeros[number], 10.0**number)
+
+    assert in_threads(2, work) == [None] * 2
+    for number, trained in enumerate(models):
+        torch.testing.assert_close(trained.weight, torch.full((1, 2), -3 * 10.0**number))
+
+
+def ddp(module: nn.Module) -> object:
+    return DistributedDataParallel(module)
+
+
+def zero(module: nn.Module) -> object:
+    return ZeroRedundancyOptimizer(module.parameters(), SGD, lr=1.0)
+
+
+@pytest.mark.parametrize("make", [ddp, zero])
+def test_made_in_several_threads(hvd: ModuleType, make: Callable[[nn.Module], object]) -> None:
+    """The second one is refused on every rank, and so is a step of the first."""
+    kept: list[Any] = []
+    first = [threading.Event(), threading.Event()]
+
+    def work(number: int) -> None:
+        if number:
+            first[0].wait(60)
+        try:
+            kept.append(make(model()))
+        finally:
+            first[number].set()
+        if not number:
+            first[1].wait(60)
+        module = kept[0] if isinstance(kept[0], nn.Module) else model()
+        module(torch.ones(1, 2)).sum().backward()
+        kept[0].step() if isinstance(kept[0], ZeroRedundancyOptimizer) else None
+
+    for error in in_threads(2, work):
+        assert isinstance(error, UsageError)
+        assert "Make them in one thread" in str(error)
