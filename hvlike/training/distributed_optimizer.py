@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, cast
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -24,7 +25,7 @@ from hvlike.training.gradients import usage_errors
 from hvlike.training.gradients.adasum_deltas import AdasumDeltas
 from hvlike.training.gradients.grad_state import Phase
 from hvlike.training.gradients.gradients import Gradients
-from hvlike.training.gradients.optimizer_wrapper import DelegatingOptimizer, is_read_by_grad_scaler, reduce_loss
+from hvlike.training.gradients.optimizer_wrapper import DelegatingOptimizer, reading_grad_scaler, reduce_loss
 from hvlike.training.gradients.parameters import (
     check_all_named,
     check_groups,
@@ -285,7 +286,9 @@ class DistributedOptimizer(DelegatingOptimizer, BuiltInJoinable):
 
     def before_groups_are_read(self) -> None:
         """A GradScaler that reads the groups finds reduced gradients. Collective then; local for other readers."""
-        if self._gradients.phase is not Phase.SYNCHRONIZED and is_read_by_grad_scaler():
+        scaler = None if self._gradients.phase is Phase.SYNCHRONIZED else reading_grad_scaler()
+        if scaler is not None:
+            self._gradients.comparison.scaler = ref(scaler)
             self._notify_join()
             self._gradients.prepare_for_scaler()
             self._reduced_by_user = False

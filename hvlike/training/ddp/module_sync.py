@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Mapping
 from functools import cached_property
 from weakref import WeakMethod
@@ -10,15 +11,16 @@ import torch
 from torch import Tensor
 
 from hvlike.backends.arithmetic.reduce_op import ReduceOp
-from hvlike.backends.base import Backend
+from hvlike.backends.base import INCOMPLETE, Backend, active_ranks
 from hvlike.backends.cuda.device_backend import home_of
 from hvlike.collectives.requests.process_set import ProcessSet
 from hvlike.collectives.requests.reduction import arithmetic_of
+from hvlike.collectives.requests.request import check_writable
 from hvlike.collectives.session.joined_proxy import CountingJob
-from hvlike.errors import MismatchError
-from hvlike.training.broadcast import TensorForm, broadcast_tensors, check_same
+from hvlike.errors import MismatchError, UsageError
+from hvlike.training.broadcast import TensorForm, broadcast_tensors, check_same, find_differences
 from hvlike.training.gradients.parameters import gpu_of
-from hvlike.training.gradients.planned_queue import Packing, PlannedQueue
+from hvlike.training.gradients.planned_queue import Packing, PlannedQueue, send_bytes
 from hvlike.transport.loop.coroutine import Coroutine
 from hvlike.transport.memory.own_memory import check_memory
 
@@ -77,7 +79,13 @@ class BufferSync:
 
         def run(backend: Backend) -> Coroutine[int]:
             rank, size = self._queue.group.rank, self._queue.group.size
-            count = yield from backend.count_active(active)
+            # Writing through .data does not count as a change of the buffer.
+            buffers = {name: buffer.data for name, buffer in self._buffers().items()}
+            changed = self._packing is None or not self._packing.fits(list(buffers.values()))
+            said = yield from backend.count_active(active + INCOMPLETE * changed)
+            count = active_ranks(said)
+            if said >= INCOMPLETE:
+                yield from self._compare(backend, buffers)
             if count:
                 source = size - 1 if from_highest else 0
                 if count < size:
@@ -85,15 +93,42 @@ class BufferSync:
                     highest = torch.tensor([rank if active else -1], device="cpu")
                     yield from backend.allreduce([highest], arithmetic_of(highest.dtype, ReduceOp.MAX, size, 1.0, 1.0))
                     source = int(highest)
-                # Writing through .data does not count as a change of the buffer.
-                buffers = [buffer.data for buffer in self._buffers().values()]
-                if self._packing is None or not self._packing.fits(buffers):
-                    self._packing = Packing(buffers, [0] * len(buffers), row_by_row=True)
-                operands = self._packing.pack(buffers, home=home_of(backend))
+                tensors = list(buffers.values())
+                if self._packing is None or changed:
+                    self._packing = Packing(tensors, [0] * len(tensors), row_by_row=True)
+                operands = self._packing.pack(tensors, home=home_of(backend))
                 pieces = [operand.flat.view(torch.uint8) for operand in operands]
                 yield from backend.gather(pieces, [source] * len(pieces))
                 if source != rank:
-                    self._packing.unpack(buffers, operands, [0])
+                    self._packing.unpack(tensors, operands, [0])
             return count
 
         return run
+
+    def _compare(self, backend: Backend, buffers: Mapping[str, Tensor]) -> Coroutine[None]:
+        """Some rank has buffers of other shapes than before. Raises: MismatchError, on all ranks, where they differ."""
+        group = self._queue.group
+        forms = {name: str(TensorForm.of(each)) for name, each in buffers.items()}
+        first = pickle.loads((yield from send_bytes(backend, pickle.dumps(forms), 0)))
+        wrong = _unwritable(buffers)
+        if wrong is None:
+            found = find_differences(first, forms)
+            wrong = None if not found else f"buffers differ from those of rank {group.ranks[0]}: {', '.join(found)}"
+        mine = torch.tensor([-1 if wrong is None else group.rank], dtype=torch.int32, device="cpu")
+        yield from backend.allreduce([mine], arithmetic_of(torch.int32, ReduceOp.MAX, group.size, 1.0, 1.0))
+        source = int(mine)
+        if source >= 0:
+            text = bytes((yield from send_bytes(backend, (wrong or "").encode(), source))).decode()
+            raise MismatchError(
+                f"{_CALL}: rank {group.ranks[source]}: {text}. Keep them alike on every rank, or pass "
+                "broadcast_buffers=False, which leaves buffers to each rank."
+            )
+
+
+def _unwritable(buffers: Mapping[str, Tensor]) -> str | None:
+    try:
+        for name, buffer in buffers.items():
+            check_writable("forward, buffer", name, [buffer])
+    except UsageError as error:
+        return str(error).removesuffix(".")
+    return None

@@ -23,6 +23,7 @@ from hvlike.collectives.requests.reduction import check_adasum
 from hvlike.collectives.session.context import current
 from hvlike.errors import UsageError
 from hvlike.training.gradients import usage_errors
+from hvlike.training.gradients.aliases import first_sharers
 from hvlike.training.gradients.grad_state import GradState
 from hvlike.training.gradients.gradients import Gradients
 from hvlike.training.gradients.reduction import Reducer, Reduction
@@ -77,6 +78,7 @@ class AdasumDeltas(Gradients):
         self.refresh()
         for slot in self._slots:
             self._check(slot)
+        self._check_memory()
         reducer = self._ready_reducer()
         if reducer is None:
             yield
@@ -102,6 +104,16 @@ class AdasumDeltas(Gradients):
             check_adasum(slot.parameter.dtype)
         except UsageError as error:
             raise UsageError(f"DistributedOptimizer: parameter {slot.name!r}: {error}") from None
+
+    def _check_memory(self) -> None:
+        if len(self._starts) == len(self._parameters):
+            return
+        for place, first in enumerate(first_sharers(self._parameters)):
+            if place != first:
+                raise UsageError(
+                    f"DistributedOptimizer: parameters {self._slots[first].name!r} and {self._slots[place].name!r} "
+                    "share memory, where op=Adasum would count what has changed twice. Pass one of them."
+                )
 
     def _values(self) -> list[Tensor]:
         return [parameter.detach() for parameter in self._parameters]

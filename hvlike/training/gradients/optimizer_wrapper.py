@@ -156,8 +156,8 @@ def reduce_loss(loss: Any, op: ReduceOp, process_set: ProcessSet | None) -> Any:
     return loss
 
 
-def is_read_by_grad_scaler() -> bool:
-    """Return whether a method of a GradScaler is reading `param_groups`; for `before_groups_are_read`.
+def reading_grad_scaler() -> GradScaler | None:
+    """Return the GradScaler a method of which is reading `param_groups`, None for other readers.
 
     A GradScaler searches the gradients for infinities before it calls `optimizer.step()`, and skips that call when it
     finds one. Gradients that are not reduced yet would let one rank skip the step while others wait in theirs. It has
@@ -167,5 +167,6 @@ def is_read_by_grad_scaler() -> bool:
     try:
         reader = sys._getframe(3)
     except ValueError:
-        return False
-    return isinstance(reader.f_locals.get("self"), GradScaler)
+        return None
+    scaler = reader.f_locals.get("self")
+    return scaler if isinstance(scaler, GradScaler) else None

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from itertools import chain, repeat
 from operator import attrgetter, is_, is_not, itemgetter
 from typing import Any, TypeAlias
-from weakref import WeakMethod
+from weakref import WeakMethod, ref
 
 import torch
 from torch import Tensor
@@ -147,6 +147,13 @@ def describe_options(groups: Sequence[Mapping[str, Any]]) -> Options:
     )
 
 
+@only_looks(())
+def describe_scale(scaler: ref[Any] | None) -> Options:
+    """The scale of a GradScaler, which it keeps for itself on each rank."""
+    found = None if scaler is None else scaler()
+    return () if found is None or not found.is_enabled() else (("scale of the GradScaler", repr(found.get_scale())),)
+
+
 @only_looks(None)
 def _text_of(value: object) -> str | None:
     """Their own types' text of numbers and strings: subclasses may say what they like."""
@@ -233,6 +240,7 @@ class Comparison:
     """Of one optimizer, or of the parameters of a module, which have no options."""
 
     def __init__(self, optimizer: Any) -> None:
+        self.scaler: ref[Any] | None = None  # The GradScaler that reads the gradients, if any
         self.updates = 0  # Calls of step() that have ended
         self._optimizer = optimizer
         self._reducer: PlannedReducer | None = None
@@ -257,4 +265,5 @@ class Comparison:
         if plan != self._unused[0]:
             self._unused = (plan, unused)
         counted = ("reductions that no step() has used", str(unused - self._unused[1]))
-        return (*describe_options(self._optimizer.param_groups), counted)
+        scale = describe_scale(self.scaler)
+        return (*describe_options(self._optimizer.param_groups), *scale, counted)

@@ -12,6 +12,7 @@ each large tensor alone, the small ones of an owner together.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from operator import attrgetter
 from typing import Any, NamedTuple
 from weakref import WeakMethod
 
@@ -36,6 +37,8 @@ from hvlike.errors import UsageError
 from hvlike.transport.loop.coroutine import Coroutine, Task
 from hvlike.transport.world import Group
 
+_shape: Callable[[Tensor], torch.Size] = attrgetter("shape")
+_dtype: Callable[[Tensor], torch.dtype] = attrgetter("dtype")
 _is_negative, _is_conjugate = torch.Tensor.is_neg, torch.Tensor.is_conj
 
 
@@ -61,7 +64,7 @@ class Packing:
 
     def __init__(self, tensors: Sequence[Tensor], owners: Sequence[int], *, row_by_row: bool = False) -> None:
         """`owners`: by tensor, the rank that sends or gets it. Elements go row by row, or in their order in memory."""
-        self._forms = [(each.shape, each.dtype) for each in tensors]
+        self._shapes, self._dtypes = list(map(_shape, tensors)), list(map(_dtype, tensors))
         self._large: list[_Piece] = []
         small: dict[tuple[int, torch.dtype], list[int]] = {}
         for index, (tensor, owner) in enumerate(zip(tensors, owners, strict=True)):
@@ -75,7 +78,7 @@ class Packing:
         self.owners = [piece.owner for piece in self._pieces]
 
     def fits(self, tensors: Sequence[Tensor]) -> bool:
-        return self._forms == [(each.shape, each.dtype) for each in tensors]
+        return list(map(_shape, tensors)) == self._shapes and list(map(_dtype, tensors)) == self._dtypes
 
     def pack(
         self, tensors: Sequence[Tensor], *, owner: int | None = None, home: torch.device | None = None
@@ -106,11 +109,11 @@ class Packing:
         return [self._together(owner, indices, home) for owner, indices in self._small] + self._large
 
     def _together(self, owner: int, indices: list[int], home: torch.device | None) -> _Piece:
-        shapes = [self._forms[index][0] for index in indices]
+        shapes = [self._shapes[index] for index in indices]
         # An ordinary tensor also in inference mode: later steps may run outside of it.
         with torch.inference_mode(False):
             sizes = [shape.numel() for shape in shapes]
-            buffer = torch.empty(sum(sizes), dtype=self._forms[indices[0]][1], device=home or "cpu")
+            buffer = torch.empty(sum(sizes), dtype=self._dtypes[indices[0]], device=home or "cpu")
             views = tuple(part.view(shape) for part, shape in zip(torch.split(buffer, sizes), shapes, strict=True))
         return _Piece(owner, indices, None, buffer, views)
 
@@ -120,6 +123,17 @@ IN_ONE_THREAD = (
     "in one thread, in the same order on every rank; then any thread may use them."
 )
 ADVICE = "Build it with the same arguments on every rank."
+
+
+def send_bytes(backend: Backend, data: bytes, source: int) -> Coroutine[Any]:
+    """Return on all ranks the bytes of the member `source`; those that others pass count for nothing."""
+    length = torch.tensor([len(data)], dtype=torch.int64, device="cpu")
+    yield from backend.gather([length.view(torch.uint8)], [source])
+    payload = torch.empty(int(length), dtype=torch.uint8, device="cpu")
+    if data and len(data) == len(payload):
+        payload.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+    yield from backend.gather([payload], [source])
+    return payload.numpy().data
 
 
 class PlannedQueue(PersistentOperation):

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import logging
 import zlib
-from collections.abc import Callable, Mapping, Sequence
-from operator import attrgetter
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -23,11 +22,13 @@ from hvlike.collectives.requests.process_set import ProcessSet
 from hvlike.collectives.requests.reduction import Average, Max, Operand, arithmetic_of, is_dense, row_by_row
 from hvlike.collectives.requests.request import order_in_memory
 from hvlike.errors import UsageError, WrongTypeError
+from hvlike.training.gradients.aliases import first_sharers
 from hvlike.training.gradients.checksums import value_checksums
-from hvlike.training.gradients.grad_state import gradient_dtype
+from hvlike.training.gradients.grad_state import declared_dtype, gradient_dtype
 from hvlike.training.gradients.planned_queue import Packing
 from hvlike.training.gradients.steps_in_backward import refuse_optimizer_in_backward
 from hvlike.transport.loop.coroutine import Coroutine
+from hvlike.transport.memory.dtypes import dtype_name
 from hvlike.transport.memory.own_memory import check_parameter
 
 Parameters: TypeAlias = list[Tensor] | list[dict[str, Any]]
@@ -77,25 +78,34 @@ def check_type(parameters: list[Tensor]) -> None:
         )
 
 
-def assign_owners(groups: Sequence[Sequence[int]], ranks: int) -> list[list[int]]:
-    """The largest first, each goes to the rank that holds least: [9, 7, 5, 3] on 2 ranks -> owners [0, 1, 1, 0]."""
+def assign_owners(groups: Sequence[Sequence[int]], ranks: int, firsts: Sequence[int] | None = None) -> list[list[int]]:
+    """The largest first, each goes to the rank that holds least: [9, 7, 5, 3] on 2 ranks -> owners [0, 1, 1, 0].
+
+    firsts: for each, the place of the first one that it shares memory with: these have one owner.
+    """
     held = [0] * ranks
+    owner_of: dict[int, int] = {}
     result = []
+    begin = 0
     for sizes in groups:
         owners = [0] * len(sizes)
         for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
-            owner = held.index(min(held))
+            first = begin + index if firsts is None else firsts[begin + index]
+            owner = owner_of.setdefault(first, held.index(min(held)))
             owners[index] = owner
             held[owner] += sizes[index]
         result.append(owners)
+        begin += len(sizes)
     return result
 
 
 class Partition:
     def __init__(self, groups: Sequence[Mapping[str, Any]], ranks: int) -> None:
-        owners = assign_owners([[parameter.numel() for parameter in group["params"]] for group in groups], ranks)
         self.ranks = ranks
         self.parameters: list[Tensor] = [parameter for group in groups for parameter in group["params"]]
+        self.firsts = first_sharers(self.parameters)
+        sizes = [[parameter.numel() for parameter in group["params"]] for group in groups]
+        owners = assign_owners(sizes, ranks, self.firsts)
         self.owners: list[int] = [owner for group in owners for owner in group]
         self._groups = groups
         self._owners_by_group = owners
@@ -113,10 +123,33 @@ class Partition:
             for group, owners in zip(self._groups, self._owners_by_group, strict=True)
         ]
 
+    def check_views(self) -> None:
+        """Raise UsageError where views of a bucket would take parameters apart that share memory."""
+        for place, first in enumerate(self.firsts):
+            if place != first:
+                raise UsageError(
+                    f"ZeroRedundancyOptimizer: parameters number {first} and {place} share memory, which "
+                    "parameters_as_bucket_view=True would take apart. Leave it out, or pass one of them."
+                )
+
+    def describe(self) -> dict[str, Any]:
+        """What must be the same on all ranks."""
+        described: dict[str, Any] = {"number of parameter groups": len(self._groups)}
+        firsts = iter(self.firsts)
+        for number, group in enumerate(self._groups):
+            described[f"number of parameters in group {number}"] = len(group["params"])
+            for index, each in enumerate(group["params"]):
+                name = f"parameter {index} of group {number}"
+                described[f"shape of {name}"] = tuple(each.shape)
+                described[f"dtype of {name}"] = dtype_name(each.dtype)
+                described[f"dtype of the gradient of {name}"] = dtype_name(declared_dtype(each))
+                described[f"order in memory of {name}"] = order_in_memory(each)
+                described[f"requires_grad of {name}"] = each.requires_grad
+                described[f"first parameter in the memory of {name}"] = next(firsts)
+        return described
+
 
 _log = logging.getLogger("hvlike")
-
-_dtype_of: Callable[[Tensor], torch.dtype] = attrgetter("dtype")
 
 
 def warn_if_gradients_differ(
@@ -160,7 +193,6 @@ class GradientReduction:
         self._rank = rank
         self._partition = partition
         self._parameters = partition.parameters
-        self._dtypes: list[torch.dtype] = []
         self._packing = self._packing_for([gradient_dtype(each) for each in self._parameters])
 
     @property
@@ -175,9 +207,8 @@ class GradientReduction:
         """
         absent = (yield from self._find_absent(backend, active=active)) if incomplete else set[int]()
         gradients = self._contributions(active=active)
-        dtypes = [gradient.dtype for gradient in gradients]
-        if dtypes != self._dtypes:
-            self._packing = self._packing_for(dtypes)
+        if not self._packing.fits(gradients):
+            self._packing = self._packing_for([gradient.dtype for gradient in gradients])
         operands = self._packing.pack(gradients, home=home_of(backend))
         pieces = list(zip((operand.flat for operand in operands), self._packing.owners, strict=True))
         for dtype in dict.fromkeys(flat.dtype for flat, _ in pieces):
@@ -190,7 +221,6 @@ class GradientReduction:
             parameter.grad = gradient if mine else None
 
     def _packing_for(self, dtypes: list[torch.dtype]) -> Packing:
-        self._dtypes = dtypes
         # Zeros in place of a gradient lie like the parameter, as most gradients do.
         forms = [
             torch.empty_like(each, dtype=dtype, device="meta")
@@ -237,15 +267,11 @@ class ParameterExchange:
         if as_buckets:
             self._flatten()
         else:
-            self._pack_each()
+            self._packing = Packing(self._moving, self._owners)
         self._frozen: list[list[Tensor]] = [[] for _ in range(partition.ranks)]
         for parameter, owner in zip(partition.parameters, partition.owners, strict=True):
             if not parameter.requires_grad:
                 self._frozen[owner].append(parameter)
-
-    def _pack_each(self) -> None:
-        self._packing = Packing(self._moving, self._owners)
-        self._dtypes = list(map(_dtype_of, self._moving))
 
     def _flatten(self) -> None:
         self._moving, owners = flatten(self._parameters, self._owners)
@@ -256,8 +282,8 @@ class ParameterExchange:
         addresses = self._addresses
         # The program may have moved or converted some.
         if addresses is None:
-            if list(map(_dtype_of, self._moving)) != self._dtypes:
-                self._pack_each()
+            if not self._packing.fits(self._moving):
+                self._packing = Packing(self._moving, self._owners)
         elif addresses != [parameter.data_ptr() for parameter in self._parameters]:
             self._flatten()
         operands = self._packing.pack(self._moving, owner=self._rank, home=home_of(backend))

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
-from weakref import WeakMethod
+from weakref import WeakMethod, ref
 
 import torch
 import torch.distributed as dist
@@ -17,16 +17,16 @@ from torch.optim import Optimizer
 from hvlike.collectives.api.objects import broadcast_object
 from hvlike.collectives.requests.plan import Options
 from hvlike.collectives.requests.process_set import ProcessSet
-from hvlike.collectives.requests.request import order_in_memory
 from hvlike.collectives.session.context import current
 from hvlike.errors import HorovodInternalError, StateError, UsageError
 from hvlike.training.gradients.grad_state import declared_dtype, gradient_dtype
-from hvlike.training.gradients.optimizer_wrapper import is_read_by_grad_scaler
+from hvlike.training.gradients.optimizer_wrapper import reading_grad_scaler
 from hvlike.training.gradients.ownership import Claim
 from hvlike.training.gradients.parameters import (
     GroupOptions,
     copy_options,
     describe_options,
+    describe_scale,
     gpu_of,
     options_of,
     temporary_gradients,
@@ -45,7 +45,6 @@ from hvlike.training.zero.exchange import (
 )
 from hvlike.training.zero.sharded_state import ShardedState, StateLock, state_service
 from hvlike.training.zero.steps import Steps, StepShare
-from hvlike.transport.memory.dtypes import dtype_name
 
 _log = logging.getLogger("hvlike")
 
@@ -127,6 +126,7 @@ class ZeroRedundancyOptimizer(ShardedState, BuiltInJoinable):
         self.is_absent = False  # This rank has left the body of a Join context
         self._consolidated = None
         self._changes = StateLock()
+        self._scaler: ref[Any] | None = None  # The GradScaler that reads the gradients, if any
         self._scaled = False  # A GradScaler has read the reduced gradients of this step
         self._compared = self.reduces_gradients or self.world_size == 1  # Gradients were, or need not be
         self._infinity_flag: Tensor | None = None  # Where a GradScaler finds an infinity if any rank has one
@@ -316,8 +316,10 @@ class ZeroRedundancyOptimizer(ShardedState, BuiltInJoinable):
 
         Collective then; local for other readers.
         """
-        if not (self.__dict__.get("initialized") and self.reduces_gradients and is_read_by_grad_scaler()):
+        scaler = reading_grad_scaler() if self.__dict__.get("initialized") and self.reduces_gradients else None
+        if scaler is None:
             return
+        self._scaler = ref(scaler)
         if self.world_size == 1 or self._scaled:
             return
         self._reduce()
@@ -386,16 +388,9 @@ class ZeroRedundancyOptimizer(ShardedState, BuiltInJoinable):
 
     def _prepare(self) -> None:
         self._claim.take(self._partition.parameters if self.reduces_gradients else [])
-        described: dict[str, Any] = {"number of parameter groups": len(self._groups)}
-        for number, group in enumerate(self._groups):
-            described[f"number of parameters in group {number}"] = len(group["params"])
-            for index, each in enumerate(group["params"]):
-                name = f"parameter {index} of group {number}"
-                described[f"shape of {name}"] = tuple(each.shape)
-                described[f"dtype of {name}"] = dtype_name(each.dtype)
-                described[f"dtype of the gradient of {name}"] = dtype_name(declared_dtype(each))
-                described[f"order in memory of {name}"] = order_in_memory(each)
-                described[f"requires_grad of {name}"] = each.requires_grad
+        if self.parameters_as_bucket_view:
+            self._partition.check_views()
+        described = self._partition.describe()
         described["optimizer_class"] = type(self.optim).__qualname__
         described["reduce_gradients"] = self.reduces_gradients
         described["parameters_as_bucket_view"] = self.parameters_as_bucket_view
@@ -420,7 +415,7 @@ class ZeroRedundancyOptimizer(ShardedState, BuiltInJoinable):
             state_service(current()).optimizers[self._group.number, self._queue.name] = self
 
     def _options(self, at_end: bool) -> Options:
-        return describe_options(self._groups)
+        return (*describe_options(self._groups), *describe_scale(self._scaler))
 
     # Join
 

@@ -29,7 +29,7 @@ from hvlike.collectives.session.joined_proxy import CountingJob
 from hvlike.errors import HorovodInternalError
 from hvlike.training.gradients.grad_state import declared_dtype
 from hvlike.training.gradients.parameters import GroupOptions
-from hvlike.training.gradients.planned_queue import PlannedQueue
+from hvlike.training.gradients.planned_queue import PlannedQueue, send_bytes
 from hvlike.training.zero.exchange import GradientReduction, ParameterExchange, Partition
 from hvlike.transport.loop.coroutine import Coroutine
 
@@ -232,17 +232,6 @@ class Steps:
             f"({bytes(why).decode(errors='replace')}). All ranks have the same parameters: that share is as the rank "
             "has left it, the others are updated."
         )
-
-
-def send_bytes(backend: Backend, data: bytes, source: int) -> Coroutine[Any]:
-    """Return on all ranks the bytes of the member `source`; those that others pass count for nothing."""
-    length = torch.tensor([len(data)], dtype=torch.int64, device="cpu")
-    yield from backend.gather([length.view(torch.uint8)], [source])
-    payload = torch.empty(int(length), dtype=torch.uint8, device="cpu")
-    if data and len(data) == len(payload):
-        payload.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
-    yield from backend.gather([payload], [source])
-    return payload.numpy().data
 
 
 def _pickled(command: StepCommand, leader: int) -> bytes:

@@ -7,7 +7,7 @@ import torch
 from support.training.problem import same_on_all_ranks
 from torch import Tensor, nn
 
-from hvlike.errors import MismatchError
+from hvlike.errors import HorovodInternalError, MismatchError, UsageError
 from hvlike.nn import DistributedDataParallel
 
 
@@ -134,3 +134,37 @@ def test_different_ones_are_refused(hvd: ModuleType) -> None:
     module.register_buffer("extra", torch.zeros(2 + hvd.rank()))
     with pytest.raises(MismatchError, match=r"rank 1: 'buffer extra': expected shape \[2\] float32, got shape \[3\]"):
         DistributedDataParallel(module)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_shapes_that_part_later_are_named(hvd: ModuleType) -> None:
+    """On all ranks, and training goes on where they are alike again; so it does where all grow alike."""
+    module = nn.Linear(2, 2)
+    module.register_buffer("history", torch.zeros(2))
+    ddp = DistributedDataParallel(module)
+    for length in (2, 3, 3):
+        module.history = torch.full((length,), float(hvd.rank()))
+        ddp(torch.ones(1, 2)).sum().backward()
+        assert torch.equal(module.history, torch.zeros(length))
+    module.history = torch.zeros(3 + (hvd.rank() == 1))
+    with pytest.raises(MismatchError, match=r"rank 1: .*'history': expected shape \[3\] float32, got shape \[4\]"):
+        ddp(torch.ones(1, 2))
+    module.history = torch.full((5,), float(hvd.rank()))
+    ddp(torch.ones(1, 2)).sum().backward()
+    assert torch.equal(module.history, torch.zeros(5))
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("init_sync", [True, False])
+def test_expanded_ones_cannot_be_written(hvd: ModuleType, init_sync: bool) -> None:
+    """They are refused on all ranks, and may be left to each rank."""
+    module = nn.Linear(2, 2)
+    module.register_buffer("mask", torch.ones(1).expand(4))
+
+    def train() -> None:
+        DistributedDataParallel(module, init_sync=init_sync)(torch.ones(1, 2)).sum().backward()
+
+    with pytest.raises((UsageError, HorovodInternalError), match=r"'mask'.*share one place in memory"):
+        train()
+    ddp = DistributedDataParallel(module, init_sync=init_sync, broadcast_buffers=False)
+    ddp(torch.ones(1, 2)).sum().backward()

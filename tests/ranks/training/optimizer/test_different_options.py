@@ -132,3 +132,22 @@ def test_the_first_difference() -> None:
     assert find_difference((("a", "1"), ("b", "2")), (("b", "2"), ("a", "1"))) is None
     assert find_difference((("a", "1"), ("b", "2")), (("a", "1"), ("b", "3"))) == ("b", "2", "3")
     assert find_difference((("a", "1"),), (("a", "1"), ("c", "3"))) == ("c", "nothing", "3")
+
+
+@pytest.mark.parametrize("kind", ["Average", "Adasum", "ZeRO"])
+@pytest.mark.parametrize("differs", [True, False])
+def test_the_scale_of_a_grad_scaler(hvd: ModuleType, said: Any, kind: str, differs: bool) -> None:
+    """A scaler keeps its scale for itself, and unscales by it what all ranks have reduced."""
+    model = make_model()
+    optimizer = optimizer_of(hvd, model, kind, 0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0 if differs and hvd.rank() == 1 else 4.0, growth_interval=3)
+    for step in range(5):
+        optimizer.zero_grad()
+        scaler.scale(loss_of(model, share(hvd, whole_batch(step)))).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    found = said()
+    assert len(found) == (differs and hvd.rank() == 0)
+    for text in found:
+        assert "scale of the GradScaler" in text
+        assert "4.0 on rank 0, 8.0 on rank 1" in text
