@@ -78,6 +78,7 @@ class Guard:
         self._shows_stacks = False
         self._answers_signal = False
         self._watching = False
+        self._is_orphan = False
         self._previous_hook = sys.excepthook
         self._previous_thread_hook: Callable[[Any], Any] = threading.excepthook
         self._last_error: object = None
@@ -149,6 +150,7 @@ class Guard:
             return
         # No Abort: without its launcher MPI has nobody to tell, and the other ranks look for themselves. Nor does
         # anybody remove the library's files any more.
+        self._is_orphan = True
         try:
             text = f"hvlike: {self._name} ends: the launcher (process {os.getppid()} took its place) is gone"
             printing.report(text)
@@ -220,7 +222,7 @@ class Guard:
             if _follows(kind) or (_is_internal(kind) and not self._on_first_node):
                 # The rank that reports the cause ends this process meanwhile.
                 time.sleep(PRECEDENCE)
-            if _follows(kind) and self._parents is not None and self._parents.is_orphan():
+            if _is_internal(kind) and self._parents is not None and self._parents.is_orphan():
                 # The job has ended, and its cause was told: a rank that was stopped goes on after that.
                 self._reported = True
                 return
@@ -234,6 +236,9 @@ class Guard:
         self._reported = True
         self._failed_at = time.monotonic()
         self._summary = summary.strip().partition("\n")[0]
+        if self._is_orphan:
+            # Another thread ends this process.
+            return
         # At a prompt each rank goes on, and so do the reports.
         if _is_interactive() or self._first.claim(self._rank, self._summary):
             # One write, or the lines of several failing ranks are shuffled.

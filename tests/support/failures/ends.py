@@ -264,6 +264,6 @@ def _wrong_report(end: End, job: Job) -> Iterator[str]:
 def _count(pattern: str, job: Job) -> int:
     # The caller's exception repeats the last lines, for who catches it.
     said = job.stderr.partition("hvlike.errors.LaunchError: run: the job ended")[0]
-    # Open MPI ends its own texts with one.
-    said = said.replace("\0", "")
+    # Open MPI ends its own texts with NUL; MPICH's launcher names signals on stdout.
+    said = said.replace("\0", "") + (job.stdout if pattern == _SIGNALLED else "")
     return len(re.findall(pattern, said, re.MULTILINE))
