@@ -17,5 +17,8 @@ from __future__ import annotations
 
 from hvlike.errors import CheckpointError
 from hvlike.training.elastic.checkpoint import Checkpoint, load, save
+from hvlike.untraced import keep_untraced
 
 __all__ = ["Checkpoint", "CheckpointError", "load", "save"]
+
+keep_untraced(globals())

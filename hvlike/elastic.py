@@ -27,7 +27,10 @@ from hvlike.training.elastic.local_parts import ElasticSampler, RandomState
 from hvlike.training.elastic.run import run
 from hvlike.training.elastic.state import ObjectState, State, TorchState
 from hvlike.transport.failure.exit_status import EXIT_PREEMPTED
+from hvlike.untraced import keep_untraced
 
 __all__ = ["ElasticSampler", "ObjectState", "RandomState", "State", "TorchState", "preempted", "run"]
 __all__ += ["EXIT_PREEMPTED"]
 __all__ += ["HorovodInternalError", "HostsUpdatedInterrupt"]
+
+keep_untraced(globals())

@@ -14,10 +14,12 @@ from typing import cast
 from hvlike.collectives.api.barrier_join import join as join_all
 from hvlike.training.join import Join
 from hvlike.training.joinable import Joinable, JoinHook
+from hvlike.untraced import keep_untraced, untraced
 
 __all__ = ["Join", "JoinHook", "Joinable", "join"]
 
 
+@untraced
 class _Joining(ModuleType):
     """What this module is: a call of it is Horovod's join()."""
 
@@ -25,6 +27,7 @@ class _Joining(ModuleType):
         return join_all(device)
 
 
+keep_untraced(globals())
 sys.modules[__name__].__class__ = _Joining
 join = cast("_Joining", sys.modules[__name__])
 join.__doc__ = f"{join_all.__doc__}\n{__doc__}"

@@ -66,6 +66,7 @@ from hvlike.training.broadcast import broadcast_optimizer_state, broadcast_param
 from hvlike.training.distributed_optimizer import DistributedOptimizer, clip_grad_norm_
 from hvlike.training.elastic.checkpoint import gather_optimizer_state
 from hvlike.training.sync_batch_norm import SyncBatchNorm, convert_sync_batchnorm
+from hvlike.untraced import keep_untraced
 from hvlike.version import __version__
 
 if TYPE_CHECKING:
@@ -93,3 +94,5 @@ __all__ += ["cross_rank", "cross_size", "is_homogeneous", "local_rank", "local_s
 __all__ += ["_check_has_gpu", "check_extension", "extension_available"]
 __all__ += ["gloo_enabled", "mpi_enabled", "mpi_threads_supported"]
 __all__ += ["ccl_built", "cuda_built", "ddl_built", "gloo_built", "mpi_built", "nccl_built", "rocm_built"]
+
+keep_untraced(globals())

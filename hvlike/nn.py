@@ -11,6 +11,9 @@ from hvlike.training.ddp.comm_hooks import (
     powerSGD_hook,
 )
 from hvlike.training.ddp.data_parallel import DistributedDataParallel
+from hvlike.untraced import keep_untraced
 
 __all__ = ["DistributedDataParallel", "GradBucket", "PowerSGDState"]
 __all__ += ["allreduce_hook", "bf16_compress_hook", "fp16_compress_hook", "powerSGD_hook"]
+
+keep_untraced(globals())

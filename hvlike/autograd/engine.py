@@ -22,11 +22,13 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from hvlike.autograd.graph import Edges
+from hvlike.untraced import untraced
 
 Catch = Callable[[Node, int, Tensor], None]
 _Gradients = tuple[Tensor | None, ...]
 
 
+@untraced
 class _CallInBackward(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, key: Tensor, called: Callable[[], None]) -> Tensor:
@@ -82,6 +84,7 @@ def _fit(gradient: Tensor | None, node: Node, number: int, *_: object) -> Tensor
     return gradient if gradient.dtype is expected.dtype else gradient.to(expected.dtype)
 
 
+@untraced
 class BoundaryNode:
     """Hooks of a boundary node during one run of the engine; a context manager."""
 

@@ -17,6 +17,7 @@ from torch.autograd.graph import GradientEdge, Node
 from hvlike.autograd.accumulate_grad import Hooks, hooks_of
 from hvlike.autograd.graph import Scan
 from hvlike.errors import RpcError
+from hvlike.untraced import untraced
 
 if TYPE_CHECKING:
     from hvlike.autograd.context import Recv
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 _Grads = tuple[Tensor | None, ...]
 
 
+@untraced
 class Receive(torch.autograd.Function):
     """The function whose outputs are the tensors of one message that require grad.
 

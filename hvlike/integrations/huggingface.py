@@ -15,6 +15,7 @@ from hvlike.errors import UsageError
 from hvlike.integrations.torch_distributed import init_process_group
 from hvlike.training.ddp.data_parallel import DistributedDataParallel
 from hvlike.training.distributed_optimizer import DistributedOptimizer
+from hvlike.untraced import keep_untraced
 
 
 def init() -> None:
@@ -168,3 +169,5 @@ class HvlikeTrainer(DataParallelTrainer, Trainer):
 
 
 __all__ = ["DataParallelTrainer", "HvlikeAccelerator", "HvlikeTrainer", "init"]
+
+keep_untraced(globals())

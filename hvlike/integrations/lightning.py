@@ -7,6 +7,7 @@ from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.strategies import ParallelStrategy, StrategyRegistry
 
 from hvlike.integrations.lightning_strategy import DataParallelStrategy, HorovodDataParallelStrategy, HvlikeEnvironment
+from hvlike.untraced import keep_untraced
 
 
 class HvlikeStrategy(DataParallelStrategy, ParallelStrategy):
@@ -60,3 +61,5 @@ HvlikeStrategy.register_strategies(StrategyRegistry)
 
 
 __all__ = ["HorovodStrategy", "HvlikeStrategy"]
+
+keep_untraced(globals())

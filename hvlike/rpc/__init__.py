@@ -23,6 +23,7 @@ from hvlike.rpc.remote_module import RemoteModule
 from hvlike.rpc.rrefs.rref import RRef, remote
 from hvlike.rpc.rrefs.session import LiveRRef
 from hvlike.rpc.wire.message import WorkerInfo
+from hvlike.untraced import keep_untraced
 
 
 def is_available() -> bool:
@@ -62,3 +63,5 @@ __all__ = [
     "shutdown",
     "statistics",
 ]
+
+keep_untraced(globals())

@@ -35,6 +35,7 @@ from hvlike.torch_distributed.work import Work
 from hvlike.transport.host import mpi_library
 from hvlike.transport.loop.coroutine import Coroutine, Task
 from hvlike.transport.memory.dtypes import dtype_name
+from hvlike.untraced import untraced
 
 logger = logging.getLogger("hvlike")
 
@@ -201,6 +202,7 @@ class CallQueue:
         self._of_backward.append(work)
         return True
 
+    @untraced
     def _after_backward(self) -> None:
         self._last_backward = self._backward
         self._drive_held()

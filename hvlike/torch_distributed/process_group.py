@@ -32,8 +32,9 @@ from hvlike.torch_distributed.recording import recorded
 from hvlike.torch_distributed.short_forms import short_form
 from hvlike.torch_distributed.store import check_place, start_hvlike
 from hvlike.torch_distributed.transfers import Transfers
-from hvlike.torch_distributed.work import Work, Works, untraced
+from hvlike.torch_distributed.work import Work, Works
 from hvlike.transport.memory.own_memory import check_memory, first_without, has_memory, without_memory
+from hvlike.untraced import untraced
 
 # Its constructor and methods are bound from C++, with overloads that no class written in Python can repeat.
 _ProcessGroupBase: Any = dist.ProcessGroup

@@ -5,33 +5,17 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from types import FunctionType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 from hvlike.torch_distributed.recording import recorded
+from hvlike.untraced import untraced
 
 if TYPE_CHECKING:
     from hvlike.torch_distributed.calls import CallQueue
     from hvlike.torch_distributed.transfers import Transfers
-
-T = TypeVar("T", bound=type)
-
-
-def untraced(kind: T) -> T:
-    """Have torch.compile run the methods of a class, and all that they call, as they are. A class decorator.
-
-    torch.compiler.disable would do it by a function around each, which loads the compiler, too.
-    """
-    dynamo: Any = torch._C._dynamo.eval_frame
-    skip = dynamo._FrameAction.SKIP
-    for method in vars(kind).values():
-        if isinstance(method, FunctionType):
-            dynamo.set_code_exec_strategy(method.__code__, dynamo._FrameExecStrategy(skip, skip))
-    return kind
-
 
 # Bound from C++, with overloads that no class written in Python can repeat.
 _WorkBase: Any = dist.Work

@@ -10,7 +10,6 @@ from weakref import ref
 
 import torch
 from torch import Tensor
-from torch._compile import _disable_dynamo as untraced
 from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
 
@@ -153,7 +152,6 @@ class DistributedOptimizer(DelegatingOptimizer, BuiltInJoinable):
         self._skipping = False
         self._warned = False
 
-    @untraced
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         """Finish the reduction of the gradients and let the wrapped optimizer update the parameters.
 
@@ -178,7 +176,6 @@ class DistributedOptimizer(DelegatingOptimizer, BuiltInJoinable):
                 return self._wrapped.step(**kwargs)
             return self._wrapped.step(partial(self._evaluate, closure), **kwargs)
 
-    @untraced
     def synchronize(self) -> None:
         """Finish the reduction of the gradients; does nothing if that has been done since the last backward pass.
 
@@ -256,7 +253,6 @@ class DistributedOptimizer(DelegatingOptimizer, BuiltInJoinable):
         """The state of the gradients: phase, reducer and tuner."""
         return self._gradients
 
-    @untraced
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset the gradients, and with them local sums. Local.
 
@@ -269,7 +265,6 @@ class DistributedOptimizer(DelegatingOptimizer, BuiltInJoinable):
         self._gradients.discard()
         self._wrapped.zero_grad(set_to_none=set_to_none)
 
-    @untraced
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters; their gradients are reduced like all others. Every rank adds the same. Local.
 

@@ -23,12 +23,14 @@ from hvlike.errors import UsageError
 from hvlike.observe import printing
 from hvlike.observe.looking import only_looks
 from hvlike.transport.host.parents import columns_of_terminal
+from hvlike.untraced import untraced
 
 T = TypeVar("T")
 
 logger = logging.getLogger("hvlike")
 
 
+@untraced
 class Progress(Generic[T]):
     """A bar, made by hvd.progress. Iterate over it, or call update() yourself and close it (or use `with`)."""
 
@@ -157,6 +159,7 @@ def progress(
     disable: bool | None = None,
     **options: Any,
 ) -> Progress[Any]: ...
+@untraced
 def progress(
     iterable: Iterable[T] | None = None,
     desc: str | None = None,

@@ -25,7 +25,6 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from torch._compile import _disable_dynamo as untraced
 from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
@@ -39,6 +38,7 @@ from hvlike.collectives.session.context import current
 from hvlike.collectives.session.process_set_state import ProcessSetState
 from hvlike.errors import UsageError
 from hvlike.training.gradients.reduction import ranks_of_group
+from hvlike.untraced import traced, untraced
 
 
 class Statistics(NamedTuple):
@@ -96,6 +96,7 @@ def reduce_statistics(values: Tensor, name: str, process_set: ProcessSet | None)
     return Statistics(count, mean, squares)
 
 
+@untraced
 class Normalization(torch.autograd.Function):
     """Normalises by given statistics, which are a function of the values of all ranks."""
 
@@ -200,6 +201,7 @@ class SyncBatchNorm(_BatchNorm):
         super().__init__(num_features, eps, momentum, affine, track_running_stats, device=device, dtype=dtype)
         self.process_set: ProcessSet | None = ranks_of_group(process_set)
 
+    @traced
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
         """Normalise a batch; see the class.
 

@@ -22,12 +22,14 @@ from hvlike.collectives.session.context import Context, current
 from hvlike.config import HOROVODS_OWN
 from hvlike.errors import UnsupportedOpError
 from hvlike.transport.world import Group
+from hvlike.untraced import untraced
 
 Incoming = Mapping[int, torch.Tensor]  # By the index of the output; whole numbers have none
 Gradient = Callable[[Incoming, Sequence[torch.Tensor]], Sequence[torch.Tensor]]
 Run = Callable[[Sequence[torch.Tensor], str, Reduction], list[torch.Tensor]]
 
 
+@untraced
 class _Differentiable(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, run: Any, gradient: Gradient, keep: bool, *tensors: torch.Tensor) -> Any:

@@ -14,6 +14,7 @@ from hvlike.collectives.requests.reduction import Average, Sum
 from hvlike.collectives.session.context import Call, begin
 from hvlike.errors import UnsupportedOpError, UsageError
 from hvlike.transport.memory.own_memory import check_stand_in
+from hvlike.untraced import untraced
 
 
 def sparse_allreduce_async(
@@ -83,6 +84,7 @@ def _checked(what: str, op: ReduceOp) -> ReduceOp:
     return op
 
 
+@untraced
 def _start(
     call: Call, tensor: torch.Tensor, scale: Callable[[torch.Tensor], torch.Tensor]
 ) -> Callable[[], torch.Tensor]:

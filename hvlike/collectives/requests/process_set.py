@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from hvlike.errors import UsageError
+from hvlike.untraced import traced
 
 _registered: dict[tuple[int, ...], ProcessSet] = {}
 
@@ -56,10 +57,12 @@ class ProcessSet:
         if self.ranks is not None and _registered.get(tuple(self.ranks)) is self:
             del _registered[tuple(self.ranks)]
 
+    @traced
     def size(self) -> int | None:
         """How many ranks the set has; None until it is registered."""
         return None if self.process_set_id is None or self.ranks is None else len(self.ranks)
 
+    @traced
     def rank(self) -> int | None:
         """Position of this rank in the set; None until it is registered.
 
@@ -71,6 +74,7 @@ class ProcessSet:
             raise UsageError(f"Process is not part of provided process set. Rank {self._me} is not among {self.ranks}.")
         return self.ranks.index(self._me)
 
+    @traced
     def included(self) -> bool | None:
         """True on the ranks of the set; None until it is registered."""
         return None if self.process_set_id is None or self.ranks is None else self._me in self.ranks

@@ -11,6 +11,7 @@ import torch
 from hvlike.collectives.requests.process_set import ProcessSet
 from hvlike.collectives.session import context
 from hvlike.errors import LaunchError, UsageError
+from hvlike.untraced import traced
 
 
 def init(
@@ -58,41 +59,49 @@ def shutdown() -> None:
     context.stop_context()
 
 
+@traced
 def is_initialized() -> bool:
     """True between init() and shutdown()."""
     return context.is_running()
 
 
+@traced
 def size() -> int:
     """Return the number of ranks in the job. Raises: NotInitializedError (a ValueError)."""
     return context.current().place.size
 
 
+@traced
 def rank() -> int:
     """Return the number of this rank in the job. Raises: NotInitializedError (a ValueError)."""
     return context.current().place.rank
 
 
+@traced
 def local_size() -> int:
     """Return the number of ranks on this node. Raises: NotInitializedError (a ValueError)."""
     return context.current().place.local_size
 
 
+@traced
 def local_rank() -> int:
     """Return the number of this rank among those of its node. Raises: NotInitializedError (a ValueError)."""
     return context.current().place.local_rank
 
 
+@traced
 def cross_size() -> int:
     """Return the number of nodes that have this local rank. Raises: NotInitializedError (a ValueError)."""
     return context.current().place.cross_size
 
 
+@traced
 def cross_rank() -> int:
     """Return the number of this rank among those with its local rank. Raises: NotInitializedError (a ValueError)."""
     return context.current().place.cross_rank
 
 
+@traced
 def is_homogeneous() -> bool:
     """True when every node has the same number of ranks. Raises: NotInitializedError (a ValueError)."""
     return context.current().world.homogeneous

@@ -24,6 +24,7 @@ import torch
 
 from hvlike.errors import RpcError, WorkerLostError
 from hvlike.rpc.wire.devices import DeviceMaps
+from hvlike.untraced import untraced
 
 logger = logging.getLogger("hvlike")
 
@@ -32,6 +33,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 _MARK = "_wrapped_async_rpc_function"  # As torch's decorator marks a function: its functions are served too
 
 
+@untraced
 class Promise:
     """The side of a torch future that completes it, and in that thread runs the user's callbacks, which may block."""
 

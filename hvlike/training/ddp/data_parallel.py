@@ -11,9 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-# torch's own optimizers use it, too: torch.compile does not trace such methods.
-from torch._compile import _disable_dynamo as untraced
-
 from hvlike.backends.arithmetic.reduce_op import ReduceOp
 from hvlike.collectives.api.allreduce import allreduce
 from hvlike.collectives.requests.process_set import ProcessSet, global_process_set
@@ -37,6 +34,7 @@ from hvlike.training.gradients.reduction import Reduction, load_local_memory, lo
 from hvlike.training.gradients.usage_errors import warn_user
 from hvlike.training.join import Join
 from hvlike.training.joinable import BuiltInJoinable, JoinConfig
+from hvlike.untraced import traced, untraced
 
 OWNER = "DistributedDataParallel"
 
@@ -160,6 +158,7 @@ class DistributedDataParallel(nn.Module, BuiltInJoinable):
     def broadcast_buffers(self, value: bool) -> None:
         self.forward_sync_buffers = value
 
+    @traced
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module. Collective over the process set, and blocks, where gradients are enabled; else local.
 

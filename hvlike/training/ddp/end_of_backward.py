@@ -18,7 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hvlike.untraced import untraced
 
+
+@untraced
 class _Actions(dict[int, Callable[[], None]]):
     """In the order of numbers that are the same on all ranks, unlike the order in which backward adds."""
 

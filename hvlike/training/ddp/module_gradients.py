@@ -37,6 +37,7 @@ from hvlike.training.gradients.parameters import temporary_gradients
 from hvlike.training.gradients.planned_queue import IN_ONE_THREAD
 from hvlike.training.gradients.reduction import Reducer, Reduction
 from hvlike.training.gradients.usage_errors import changed_while_reducing, list_names, used_in_backward
+from hvlike.untraced import untraced
 
 
 def tensors_in(output: Any) -> Iterator[Tensor]:
@@ -336,6 +337,7 @@ class ModuleGradients(Gradients):
         self._twice, self._used = [], []
 
 
+@untraced
 def _output_is_reached(reference: weakref.ref[ModuleGradients], _: Tensor) -> None:
     """The hook of outputs. A graph may keep it, so it holds the gradients weakly."""
     owner = reference()

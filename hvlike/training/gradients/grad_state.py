@@ -22,6 +22,7 @@ from torch.utils.hooks import RemovableHandle
 
 from hvlike.training.gradients.ownership import Claim
 from hvlike.transport.memory.own_memory import check_parameter
+from hvlike.untraced import untraced
 
 
 def gradient_dtype(parameter: Tensor) -> torch.dtype:
@@ -100,6 +101,7 @@ class GradientHooks(Claim):
         return len(self._attached)
 
 
+@untraced
 def _gradient_is_done(reference: weakref.ref[Any], on_gradient: Callable[[Any, Any], None], key: Any, *_: Any) -> None:
     """Holds nothing that leads back to the node. A weak reference is five times faster to follow than a weak method."""
     owner = reference()
@@ -205,6 +207,7 @@ def reset(slots: Iterable[GradState]) -> None:
         slot.has_rested = slot.rests
 
 
+@untraced
 class OneHook:
     """One hook a step instead of one for each parameter, where nothing is reduced before the step.
 

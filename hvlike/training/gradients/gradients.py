@@ -23,6 +23,7 @@ from hvlike.training.gradients.parameters import Comparison, check_passes
 from hvlike.training.gradients.planned_reducer import PlannedReducer
 from hvlike.training.gradients.reduced_parameters import ReducedParameters
 from hvlike.training.gradients.reduction import Reducer, Reduction
+from hvlike.untraced import untraced
 
 if TYPE_CHECKING:
     from hvlike.training.autotune import Tuner
@@ -204,6 +205,7 @@ class Gradients(ReducedParameters):
         for slot in self._slots:
             slot.passes = 0
 
+    @untraced
     @contextmanager
     def local(self) -> Iterator[None]:
         if self.phase is Phase.REDUCING:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from hvlike.training.gradients.grad_state import GradState, node_of
 from hvlike.training.gradients.usage_errors import optimizer_in_backward
+from hvlike.untraced import untraced
 
 
 def refuse_optimizer_in_backward(name: str, parameter: Tensor) -> None:
@@ -47,10 +48,12 @@ class StepWatch:
         node.register_hook(partial(_compare, self._owner, slot, versions))
 
 
+@untraced
 def _note_version(parameter: Tensor, versions: list[int], _: Any) -> None:
     versions[:] = [parameter._version]
 
 
+@untraced
 def _compare(reference: weakref.ref[Any], slot: GradState, versions: list[int], _: Any, incoming: Any) -> None:
     """After the program's hooks: the gradient is there, and the parameter is what it was."""
     owner, parameter = reference(), slot.parameter

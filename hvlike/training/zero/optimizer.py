@@ -11,7 +11,6 @@ from weakref import WeakMethod, ref
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._compile import _disable_dynamo as untraced
 from torch.optim import Optimizer
 
 from hvlike.collectives.api.objects import broadcast_object
@@ -136,7 +135,6 @@ class ZeroRedundancyOptimizer(ShardedState, BuiltInJoinable):
 
     # The step
 
-    @untraced
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         """Update this rank's share of the parameters and get the others'. Collective over the process set; blocks.
 
@@ -260,7 +258,6 @@ class ZeroRedundancyOptimizer(ShardedState, BuiltInJoinable):
             self.step_share(None, arguments)
         self._step += 1
 
-    @untraced
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset the gradients of all parameters. Local.
 
