@@ -18,18 +18,20 @@ from typing import Any
 from docutils import nodes
 from sphinx.util.docutils import SphinxDirective
 
-ROW = re.compile(r"^\| ((?:`\w+`(?:, )?)+) \|", flags=re.MULTILINE)
+ROW = re.compile(r"^\| ((?:`\w+`(?:, )?)+) \| (.*) \|$", flags=re.MULTILINE)
 
 
-def listed(page: str) -> dict[str, list[str]]:
-    """The names in the tables of a page, by heading."""
+def listed(page: str) -> dict[str, dict[str, str]]:
+    """The names in the tables of a page with what the page says of them, by heading."""
     sections = re.split(r"^## (.+)\n", page, flags=re.MULTILINE)[1:]
-    rows = [ROW.findall(text) for text in sections[1::2]]
-    return {title: re.findall(r"\w+", " ".join(row)) for title, row in zip(sections[::2], rows, strict=True)}
+    return {
+        title: {name: said for names, said in ROW.findall(text) for name in re.findall(r"\w+", names)}
+        for title, text in zip(sections[::2], sections[1::2], strict=True)
+    }
 
 
-def lines_for(module: str, name: str) -> list[str]:
-    """The directives that document one name; none for a module."""
+def lines_for(module: str, name: str, said: str) -> list[str]:
+    """The directives that document one name; none for a module. said: the text of a name that has no docstring."""
     thing = getattr(importlib.import_module(module), name)
     if inspect.ismodule(thing):
         return []
@@ -40,7 +42,7 @@ def lines_for(module: str, name: str) -> list[str]:
         return [f".. autoclass:: {path}", "   :members:", *again, ""]
     if inspect.isroutine(thing):
         return [f".. autofunction:: {path}", ""]
-    return [f".. py:data:: {path}", ""]
+    return [f".. py:data:: {path}", "", f"   {said.replace('`', '``')}", ""]
 
 
 class PublicNames(SphinxDirective):
@@ -53,7 +55,8 @@ class PublicNames(SphinxDirective):
         """The nodes of all names, or a section for each heading of the page."""
         module, *page = self.arguments
         if not page:
-            return self.documented(module, importlib.import_module(module).__all__, [f".. automodule:: {module}", ""])
+            names = dict.fromkeys(importlib.import_module(module).__all__, "")
+            return self.documented(module, names, [f".. automodule:: {module}", ""])
         path = Path(self.env.srcdir) / page[0]
         self.env.note_dependency(str(path))
         found: list[nodes.Node] = []
@@ -65,9 +68,9 @@ class PublicNames(SphinxDirective):
             found.append(section)
         return found
 
-    def documented(self, module: str, names: list[str], head: list[str]) -> list[nodes.Node]:
+    def documented(self, module: str, names: dict[str, str], head: list[str]) -> list[nodes.Node]:
         """The nodes of some names below what stands before them."""
-        lines = [line for name in names for line in lines_for(module, name)]
+        lines = [line for name, said in names.items() for line in lines_for(module, name, said)]
         return self.parse_text_to_nodes("\n".join(["```{eval-rst}", *head, *lines, "```"]))
 
 
