@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from support.fuzz.outcomes import Failure, Outcome
-from support.fuzz.programs import Program, Setting
+from support.fuzz.programs import TORCH, Program, Setting
 from support.job import STARTUP, RunningJob, start_job
 
 RANK = Path(__file__).with_name("rank.py")
 START_SECONDS = 120.0
-PROGRAM_SECONDS = 12.0
+PROGRAM_SECONDS = 30.0
 PEERS_SECONDS = 3.0
 MOST_LINES = 20
 
@@ -30,9 +30,10 @@ class Lost(Exception):
 class Job:
     """Ranks that wait for programs."""
 
-    def __init__(self, ranks: int, hvlike: Path | None = None) -> None:
-        """hvlike: the folder of another hvlike than this checkout's."""
+    def __init__(self, ranks: int, hvlike: Path | None = None, *, compiles: bool = False) -> None:
+        """hvlike: the folder of another one than this checkout's. compiles: programs use torch.compile."""
         self.ranks = ranks
+        self.compiles = compiles
         self._hvlike = hvlike
         self._running: RunningJob | None = None
         self._folder = ""
@@ -46,18 +47,22 @@ class Job:
     def __exit__(self, *exception: object) -> None:
         self.end()
 
-    def run(self, program: Program, setting: Setting) -> list[Outcome]:
-        """Run a program on all ranks; a job that hangs or dies is ended, and its outcomes say so."""
+    def run(self, program: Program, setting: Setting) -> list[Any]:
+        """Run a program on all ranks and return their outcomes, those of torch's wrappers with one over gloo each.
+
+        A job that hangs or dies is ended, and its outcomes say so.
+        """
         answers: dict[int, Any] = {}
         try:
             self._start(setting)
             self._ask(("run", program), PROGRAM_SECONDS, answers)
         except Lost as lost:
             for rank in range(self.ranks):
-                answers.setdefault(rank, Outcome(failure=Failure(-1, "Lost", f"{lost}\n{self._stack(rank)}")))
+                lost_one = Outcome(failure=Failure(-1, "Lost", f"{lost}\n{self._stack(rank)}"))
+                answers.setdefault(rank, (lost_one, lost_one) if program.kind in TORCH else lost_one)
             self.end()
         outcomes = [answers[rank] for rank in range(self.ranks)]
-        if any(each.failure is not None for each in outcomes):
+        if any(each.failure is not None for each in outcomes if isinstance(each, Outcome)):
             # What an error leaves behind is not the next program's affair.
             self._setting = None
         return outcomes
@@ -76,7 +81,8 @@ class Job:
         if self._running is None:
             self._folder = tempfile.mkdtemp(prefix="hvlike-fuzz-")
             address = f"{self._folder}/driver"
-            environment = {} if self._hvlike is None else {"PYTHONPATH": f"{self._hvlike}{os.pathsep}{STARTUP}"}
+            environment = {"HVLIKE_TEST_NOTHING_LATE": "1"} if self.compiles else {}
+            environment |= {} if self._hvlike is None else {"PYTHONPATH": f"{self._hvlike}{os.pathsep}{STARTUP}"}
             with Listener(address, family="AF_UNIX", backlog=self.ranks) as listener:
                 self._running = start_job(RANK, self.ranks, args=[address], env=environment)
                 self._accept(listener)

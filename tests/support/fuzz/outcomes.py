@@ -24,9 +24,12 @@ class Value:
         if tensor is None:
             return None
         dense = tensor.detach()
+        if hasattr(dense, "full_tensor"):
+            # Sharded: all ranks come here together.
+            dense = dense.full_tensor()
         dense = (dense.to_dense() if dense.layout is not torch.strided else dense).contiguous()
         data = dense.reshape(-1).view(torch.uint8).numpy().tobytes() if dense.numel() else b""
-        return Value(str(tensor.dtype), tuple(tensor.shape), str(tensor.layout), data)
+        return Value(str(dense.dtype), tuple(dense.shape), str(tensor.layout), data)
 
     def tensor(self) -> Tensor:
         """Return what was copied, dense, in float64 or complex128."""

@@ -10,6 +10,10 @@ if TYPE_CHECKING:
     from support.fuzz.training import Training
 
 
+# Kinds of torch's own wrappers, which run over hvlike's backend and over gloo.
+TORCH = ("torch ddp", "fsdp2")
+
+
 @dataclass(frozen=True)
 class Action:
     """One thing that a program does on every rank."""

@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 from support.fuzz.hvlike_world import HvlikeWorld
 from support.fuzz.outcomes import Outcome
-from support.fuzz.programs import Program
+from support.fuzz.programs import TORCH, Program
 from support.fuzz.training import Training
 from torch.utils.checkpoint import checkpoint
 
@@ -40,6 +40,8 @@ class Log(logging.Handler):
 
 def start(knobs: dict[str, str]) -> HvlikeWorld:
     """Start hvlike, anew where it runs."""
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
     hvd.shutdown()
     for name in ("HVLIKE_OVERLAP", "HVLIKE_RANKS_PER_NODE"):
         os.environ.pop(name, None)
@@ -48,11 +50,17 @@ def start(knobs: dict[str, str]) -> HvlikeWorld:
     return HvlikeWorld()
 
 
-def run(world: HvlikeWorld, program: Program, log: Log) -> Outcome:
+def run(world: HvlikeWorld, program: Program, log: Log) -> Outcome | tuple[Outcome, Outcome]:
     """Run one program."""
     log.lines.clear()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
+        if program.kind in TORCH:
+            # Few jobs use it, and it takes long to import.
+            from support.fuzz.torch_world import TorchWorld, groups
+
+            first, second = (Training(TorchWorld(group), program).run() for group in groups())
+            return first, second
         outcome = Training(world, program).run()
     outcome.log = list(log.lines)
     return outcome

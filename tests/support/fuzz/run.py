@@ -22,9 +22,10 @@ from support.fuzz.judge import is_sound, judge
 from support.fuzz.oracle import simulate
 from support.fuzz.planted import PLANTS, planted
 from support.fuzz.programs import Program, Setting
-from support.fuzz.strategies import KINDS, programs
+from support.fuzz.strategies import COMPILED, KINDS, TORCH, programs
 
 BLOCK = 50
+COMPILED_BLOCK = 5
 SHRINKING_SECONDS = 60.0
 
 
@@ -69,6 +70,14 @@ class Runner:
 
     def check(self, program: Program, setting: Setting) -> str | None:
         """Return what is wrong with how a program ends."""
+        if program.kind in TORCH:
+            pairs = self.job.run(program, setting)
+            found, expected = [each[0] for each in pairs], [each[1] for each in pairs]
+            if any(each.failure is not None for each in expected) and not any(each.failure for each in found):
+                # Over gloo torch refuses it.
+                self.unsound += 1
+                hypothesis.reject()
+            return judge(program, found, expected)
         expected = simulate(program, setting.ranks, self._pool)
         if not is_sound(expected):
             self.unsound += 1
@@ -114,7 +123,8 @@ class Runner:
         while time.monotonic() - begin < 60 * given.minutes and self.tried < given.programs:
             overlap = bool(seed // len(kinds) % 2) if given.overlap is None else given.overlap == "1"
             setting = Setting(given.ranks, overlap, given.nodes or None)
-            found = self.block(kinds[seed % len(kinds)], seed, setting, min(BLOCK, given.programs - self.tried))
+            block = COMPILED_BLOCK if kinds[seed % len(kinds)] in COMPILED else BLOCK
+            found = self.block(kinds[seed % len(kinds)], seed, setting, min(block, given.programs - self.tried))
             if found is not None:
                 if not self.quiet:
                     print(found, "\n", flush=True)
@@ -159,7 +169,8 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--programs", type=int, default=sys.maxsize, help="how many at most")
     parser.add_argument("--seed", type=int, default=0, help="of the first block of programs (0)")
     parser.add_argument("--ranks", type=int, default=2, help="of the job (2)")
-    parser.add_argument("--kind", choices=KINDS, action="append", help="what wraps the model; default: all in turn")
+    kinds = (*KINDS, *TORCH, *COMPILED)
+    parser.add_argument("--kind", choices=kinds, action="append", help="what wraps the model; default: in turn")
     parser.add_argument("--overlap", choices=("0", "1"), help="reduce beside backward; default: both in turn")
     parser.add_argument("--nodes", type=int, default=0, help="pretended nodes; default: one, and two in turn")
     parser.add_argument("--faults", type=int, default=1, help="how many faults end the run (1)")
@@ -172,7 +183,8 @@ def main(arguments: Sequence[str]) -> int:
     warnings.simplefilter("ignore")
     if given.planted:
         return find_planted(given)
-    with Job(given.ranks) as job:
+    compiles = bool(given.kind) and bool({*COMPILED, "fsdp2"} & {*given.kind})
+    with Job(given.ranks, compiles=compiles) as job:
         runner = Runner(job, tuple(given.without), given.shrink)
         if given.replay:
             setting = Setting(given.ranks, given.overlap == "1", given.nodes or None)

@@ -9,8 +9,18 @@ from hypothesis import strategies as st
 from support.fuzz.changes import Add, Convert, Copy, Freeze, FreezeAll, Hook, Reload, Replace, Rewrap
 from support.fuzz.models import OTHER_DTYPES, PARTS, WITHOUT_PARAMETERS
 from support.fuzz.passes import EVERYWHERE, Evaluate, Pass
-from support.fuzz.programs import Action, Program
-from support.fuzz.steps import Clip, ClosureStep, DropGradient, Scaler, Schedule, Step, Synchronize, ZeroGrad
+from support.fuzz.programs import TORCH, Action, Program
+from support.fuzz.steps import (
+    Clip,
+    ClosureStep,
+    CompiledSteps,
+    DropGradient,
+    Scaler,
+    Schedule,
+    Step,
+    Synchronize,
+    ZeroGrad,
+)
 from support.fuzz.uneven import Uneven
 
 T = TypeVar("T")
@@ -26,10 +36,12 @@ class Draft:
     def __init__(
         self, draw: Callable[[st.SearchStrategy[Any]], Any], kind: str, ranks: int, without: Collection[str]
     ) -> None:
-        self.draw, self.kind, self.ranks, self.without = draw, kind, ranks, without
+        self.draw, self.kind, self.ranks, self.without = draw, kind.removeprefix("compiled "), ranks, without
+        self.compiles = kind.startswith("compiled")
         self.actions: list[Action] = []
         self.batches = 0
-        self.wraps_module = kind in ("ddp", "zero")
+        self.is_torch = kind in TORCH
+        self.wraps_module = self.is_torch or kind.removeprefix("compiled ") in ("ddp", "zero")
         self.options = self.draw_options()
         self.parts = tuple(draw(st.lists(st.sampled_from(self.allowed_parts()), max_size=MOST_PARTS)))
         self.scales = self.chance(10) and self.options.get("op") != "adasum" and self.kind != "zero alone"
@@ -69,6 +81,10 @@ class Draft:
                 options["hook"] = self.choose("allreduce", "fp16", "bf16", "own")
             if self.kind == "ddp" and self.ranks > 1 and "hook" not in options and self.chance(10):
                 options["process_set"] = self.draw_set()
+        if self.is_torch:
+            options.pop("hook", None)
+            options.pop("process_set", None)
+            return {} if self.kind == "fsdp2" else {each: value for each, value in options.items() if value is not None}
         if self.chance(20):
             options["start"] = "own" if self.wraps_module else "broadcast"
         defaults = {
@@ -94,6 +110,11 @@ class Draft:
         refused = set(self.without)
         if self.kind in ("zero", "zero alone"):
             refused |= OTHER_DTYPES | {"sparse embedding", "lazy", "empty"}
+        if self.is_torch:
+            refused |= {"complex", "sparse embedding", "sparse buffer", "sync batch norm", "grad dtype"}
+        if self.kind == "fsdp2":
+            # One dtype, no parameter without dimensions; ranks' own buffers do not matter.
+            refused |= OTHER_DTYPES | {"scalar", "empty", "frozen", "tied", "weight norm"}
         if self.wraps_module:
             refused |= {"lazy"}
         if self.options.get("start"):
@@ -135,6 +156,8 @@ class Draft:
             refused |= {"func"}
         if "batch norm" in self.parts and self.wraps_module and self.options.get("broadcast_buffers", True):
             refused |= {"two forwards"}
+        if self.is_torch:
+            refused |= {*WITHOUT_GRADIENTS, "penalty"}
         if self.steady:
             refused |= {
                 "two forwards",
@@ -163,7 +186,7 @@ class Draft:
             if where:
                 unused.append((part, self.choose(*where)))
         inside: tuple[tuple[int, bool], ...] = ()
-        if not self.steady and "freeze" not in self.without and self.chance(5):
+        if not (self.steady or self.is_torch or "freeze" in self.without) and self.chance(5):
             inside = ((self.choose(*self.layers()), self.choose(True, False)),)
         absent = None
         whole = self.wraps_module or self.steady or {"sync batch norm", "lazy"} & set(self.parts)
@@ -184,6 +207,9 @@ class Draft:
         """Maybe something that a program does while gradients accumulate, or between steps."""
         if self.steady or not self.chance(35):
             return
+        if self.is_torch:
+            self.evaluate()
+            return
         changes = ("thaw", "freeze", "thaw all", "freeze all", "evaluate", "look", "drop", "hook")
         kinds = {each: each.removesuffix(" all").replace("thaw", "freeze") for each in changes}
         what = self.choose(*(each for each, kind in kinds.items() if kind not in self.without))
@@ -203,7 +229,7 @@ class Draft:
             self.actions.append(Hook(self.choose(*self.layers()), self.choose(False, True)))
 
     def evaluate(self) -> None:
-        alone = () if {"counting", "sync batch norm"} & set(self.parts) else range(self.ranks)
+        alone = () if self.is_torch or {"counting", "sync batch norm"} & set(self.parts) else range(self.ranks)
         self.actions.append(Evaluate(self.batch(), self.choose(EVERYWHERE, *alone), self.choose(False, True)))
 
     def between_steps(self) -> None:
@@ -214,13 +240,13 @@ class Draft:
         possible: list[Action] = [Schedule(), Reload(), Copy()]
         if "weight norm" not in self.parts:
             possible.append(Copy(pickled=True))
-        if self.kind in ("zero", "zero alone"):
+        if self.kind in ("zero", "zero alone", *TORCH):
             possible = [Schedule()]
         if self.kind == "optimizer" and self.options.get("groups") is None:
             possible += [Add(), Replace()]
         if self.kind in ("optimizer", "ddp"):
             possible += [Rewrap(), Rewrap(keep=False)]
-        if not (OTHER_DTYPES | {"sparse buffer", "lazy"}) & set(self.parts) and self.kind not in ("zero", "zero alone"):
+        if not (OTHER_DTYPES | {"sparse buffer", "lazy"}) & set(self.parts) and self.kind in ("optimizer", "ddp"):
             possible.append(Convert("float32"))
         self.actions.append(self.choose(*possible))
 
@@ -251,7 +277,12 @@ class Draft:
     def may_join(self) -> bool:
         """Whether the pages let ranks have different numbers of inputs here."""
         refused = {"sparse embedding", "sync batch norm", "lazy"} | ({"counting"} if self.wraps_module else set())
-        return "join" not in self.without and not refused & set(self.parts) and "process_set" not in self.options
+        return (
+            not self.is_torch
+            and "join" not in self.without
+            and not refused & set(self.parts)
+            and "process_set" not in self.options
+        )
 
     def uneven(self) -> Uneven:
         """Steps on ranks that have different numbers of inputs."""
@@ -273,10 +304,20 @@ class Draft:
 
     def program(self) -> Program:
         """Draw the actions."""
+        if self.compiles:
+            self.parts = tuple(each for each in self.parts if each in PARTS_TO_COMPILE)
+            for _ in range(self.choose(1, 2)):
+                self.actions.append(CompiledSteps((self.batch(), self.batch(), self.batch()), self.choose(True, False)))
+                self.actions.append(Freeze(self.choose(*self.layers()), self.choose(True, False)))
+            return self.drawn()
         if self.scales:
             self.actions.append(Scaler())
         for _ in range(self.choose(*range(1, MOST_STEPS + 1))):
             self.step()
+        return self.drawn()
+
+    def drawn(self) -> Program:
+        """Return what has been drawn."""
         return Program(self.kind, self.parts, self.optimizer, tuple(self.options.items()), tuple(self.actions))
 
 
@@ -287,3 +328,6 @@ def programs(draw: Draw, kind: str, ranks: int, without: Collection[str] = ()) -
 
 
 KINDS = ("optimizer", "ddp", "zero", "zero alone")
+# Compiling takes seconds: by name only, a few programs a block.
+COMPILED = ("compiled optimizer", "compiled ddp")
+PARTS_TO_COMPILE = ("linear", "shared", "tied", "scalar", "frozen", "batch norm", "channels last")
