@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass, replace
 from functools import partial
+from operator import is_
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,7 +32,7 @@ from hvlike.training.ddp.end_of_backward import (
     is_inside_backward,
     will_reach,
 )
-from hvlike.training.gradients.grad_state import GradState, Phase, reset
+from hvlike.training.gradients.grad_state import GradState, Phase
 from hvlike.training.gradients.gradients import Gradients
 from hvlike.training.gradients.parameters import temporary_gradients
 from hvlike.training.gradients.planned_queue import IN_ONE_THREAD
@@ -87,7 +88,6 @@ class ModuleGradients(Gradients):
         names = {parameter: name for name, parameter in named_parameters.items()}
         super().__init__(SimpleNamespace(param_groups=groups), reduction, names, 1)
         self._hooks.shares = True
-        reset(self._slots)
 
     def _new_name(self, context: Context) -> str:
         # Of two models of one class all names are the same.
@@ -170,14 +170,22 @@ class ModuleGradients(Gradients):
         if not (self._under_way or is_inside_backward()):
             super()._follow_changes()
 
+    def _slots_changed(self) -> None:
+        """Keep the plan: forwards that reduce nothing may run on one rank alone, and see changes that do not last."""
+
     def _follow_changes(self) -> None:
-        """At the first arrival: what the program changes after its forward is not in the graph. Local."""
-        if self._is_gone():
-            self.refresh()
+        """When a pass reduces: what the program changes after its forward is not in the graph. Local."""
+        same = len(self._slots) == len(self._planned) and all(map(is_, self._slots, self._planned))
+        if not same or self._is_gone():
+            self._drop_reducer()
+
+    def _look_before_reduction(self) -> None:
+        self._follow_changes()
 
     def _is_reduced(self, parameter: Tensor, slot: GradState | None) -> bool:
         """What a program sets by hand is its own concern, as with any module."""
-        return parameter.requires_grad or self._stays(slot)
+        holds_sums = slot is not None and slot.reached and parameter.grad is not None
+        return parameter.requires_grad or holds_sums or self._stays(slot)
 
     def _replace_slots(self, parameters: list[Tensor]) -> None:
         known = set(self._slots)

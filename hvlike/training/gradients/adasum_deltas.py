@@ -24,7 +24,7 @@ from hvlike.collectives.session.context import current
 from hvlike.errors import UsageError
 from hvlike.training.gradients import usage_errors
 from hvlike.training.gradients.aliases import first_sharers
-from hvlike.training.gradients.grad_state import GradState
+from hvlike.training.gradients.grad_state import GradState, reset
 from hvlike.training.gradients.gradients import Gradients
 from hvlike.training.gradients.reduction import Reducer, Reduction
 
@@ -140,6 +140,7 @@ class AdasumDeltas(Gradients):
             self.abandon()
             raise
         torch._foreach_add_(deltas, self._starts)
+        reset(self._slots)
 
 
 def _all_finite(gradients: Sequence[Tensor]) -> bool:

@@ -125,13 +125,13 @@ class GradState:
     is_lazy: bool = field(init=False)  # Made while the parameter had no shape yet (lazy modules)
     is_frozen: bool = field(init=False)  # Made for a gradient that a frozen parameter holds, and so without a hook
     rests: bool = False  # The parameter was frozen when the program's changes were followed last
-    has_rested: bool = field(init=False)  # And so in a reduction: ranks cannot differ any more in what it holds
+    was_trained: bool = False  # In the last reduction: passes since may have left it sums, on some ranks only
 
     def __post_init__(self) -> None:
         self.dtype = gradient_dtype(self.parameter)
         self.device = self.parameter.device
         self.is_lazy = isinstance(self.parameter, UninitializedParameter)
-        self.is_frozen = self.has_rested = not self.parameter.requires_grad
+        self.is_frozen = not self.parameter.requires_grad
         if not self.is_lazy:
             check_parameter(f"parameter {self.name!r}", self.parameter)
 
@@ -144,10 +144,6 @@ class GradState:
             and not (self.is_lazy and not isinstance(parameter, UninitializedParameter))
             and not (self.is_frozen and parameter.requires_grad)
         )
-
-    def note_rest(self) -> None:
-        self.rests = not self.parameter.requires_grad
-        self.has_rested = self.has_rested and self.rests
 
     @property
     def was_changed(self) -> bool:
@@ -204,7 +200,7 @@ def reset(slots: Iterable[GradState]) -> None:
         slot.reached = False
         slot.handed_over = None
         slot.wire = None
-        slot.has_rested = slot.rests
+        slot.was_trained = not slot.rests
 
 
 @untraced

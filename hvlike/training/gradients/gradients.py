@@ -56,6 +56,7 @@ class Gradients(ReducedParameters):
         self.comparison = Comparison(optimizer)
         self._lock = threading.Lock()
         self.refresh()
+        reset(self._slots)
         # The first pass looks once more: programs may add hooks after they have wrapped.
         self._watch = None
 
@@ -156,7 +157,7 @@ class Gradients(ReducedParameters):
         if self._hooks.lost:
             self.take_back()
         if self.phase is not Phase.REDUCING:
-            self.refresh()
+            self._look_before_reduction()
         self.phase = Phase.REDUCING
         self._collects = False
         late = self._late_gradients() if self._left_out else None
@@ -334,6 +335,7 @@ class Gradients(ReducedParameters):
         if self.reducer is None and self._slots:
             self.reducer = self._new_reducer(context)
             self._hooks.is_used = self.reducer is not None
+            self._planned = self._slots
         waiting, self._waiting = self._waiting, []
         if self.reducer is not None:
             for slot in waiting:
@@ -357,6 +359,9 @@ class Gradients(ReducedParameters):
 
             self.tuner = tune(self.tuner, reducer, self.name, self.reduction.process_set)
         return reducer
+
+    def _look_before_reduction(self) -> None:
+        self.refresh()
 
     def used_in_backward(self, slot: GradState) -> None:
         """A hook of the program has stepped on a gradient that is not reduced yet. In backward."""

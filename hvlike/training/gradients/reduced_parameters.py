@@ -37,6 +37,7 @@ class ReducedParameters:
         self.reducer: Reducer | None = None
         self._optimizer = optimizer
         self._slots: list[GradState] = []
+        self._planned: list[GradState] = []  # Those that the reducer was made for
         self._parameters: list[Tensor] = []
         self._hooks = GradientHooks(self, on_gradient, reduction.owner)
         self._one_hook = OneHook(self._hooks)
@@ -77,10 +78,13 @@ class ReducedParameters:
         )
         if not same:
             self._replace_slots(wanted)
-            self._drop_reducer()
+            self._slots_changed()
         for slot in self._slots:
-            slot.note_rest()
+            slot.rests = not slot.parameter.requires_grad
             self._step_watch.look_at(slot)
+
+    def _slots_changed(self) -> None:
+        self._drop_reducer()
 
     def _follow_changes(self) -> None:
         """See what the program has changed since the last pass. Local."""
@@ -95,19 +99,20 @@ class ReducedParameters:
 
     def _stays(self, slot: GradState | None) -> bool:
         """Whether to reduce a frozen parameter once more; not where nothing would use up what compression remembers."""
-        if slot is None or slot.has_rested:
+        if slot is None or not slot.was_trained:
             return False
         return self.reduction.memory is None or slot.parameter.grad is not None
 
     def _replace_slots(self, parameters: list[Tensor]) -> None:
         names = self._all_names()
         self._hooks.take(parameters)
-        known = {slot.parameter: slot for slot in self._slots}
+        known = {slot.parameter: slot for slot in (*self._planned, *self._slots)}
         slots = []
         for index, parameter in enumerate(parameters):
             slot = known.pop(parameter, None)
             if slot is None or not slot.still_fits(parameter):
                 slot = GradState(names[parameter], parameter)
+            if slot.index < 0:
                 self._hooks.attach(parameter, slot)
             slot.index = index
             slots.append(slot)

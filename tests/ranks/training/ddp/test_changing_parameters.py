@@ -262,3 +262,24 @@ def test_frozen_while_one_rank_alone_holds_sums(hvd: ModuleType, way: str) -> No
     for step in range(3):
         ddp(share(hvd, inputs(step)), "used").sum().backward()
         assert same_on_all_ranks(gradients(module))
+
+
+@pytest.mark.parametrize("find_unused", [False, True])
+def test_a_pass_on_one_rank_while_layers_rest(hvd: ModuleType, find_unused: bool) -> None:
+    """It adds nothing to `.grad`; what that rank alone has seen does not change the plan of all."""
+    module, alone = make(), make()
+    ddp = DistributedDataParallel(module, find_unused_parameters=find_unused)
+    for step in range(6):
+        for each in (module, alone):
+            each.zero_grad()
+            freeze_all(3, each)
+            thaw_layer_by_layer(step % 3, each)
+        if hvd.rank() == 0:
+            train_in_turn(step, module)
+            trained = [each for each in module.parameters() if each.requires_grad]
+            torch.autograd.grad(run(ddp, module, inputs()), trained)
+            freeze_all(3, module)
+            thaw_layer_by_layer(step % 3, module)
+        run(alone, alone, inputs(step)).backward()
+        run(ddp, module, share(hvd, inputs(step))).backward()
+        assert_same(gradients(module), gradients(alone))
