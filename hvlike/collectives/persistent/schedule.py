@@ -329,7 +329,8 @@ class CompiledStep:
         for number, (part, (tensors, addresses)) in enumerate(zip(self._parts, picked, strict=True)):
             count = yield from part.reduction.run(addresses, active, tensors)
             if number == self._counting:
-                schedule.note_count(count)
+                # As note_count does: where the caches are cold, a call costs more than most statements.
+                schedule.active, schedule.incomplete = count % INCOMPLETE, count >= INCOMPLETE
         if schedule.incomplete:
             yield from schedule.find_absent(missing)(self._queue.backend)
 
