@@ -42,7 +42,8 @@ STREAMS = (
     *("plain", "Tee without closed", "no flush", "closed", "ASCII only", "None", "raising", "a full disk"),
     "a broken pipe",
 )
-BETWEEN = (*WRAPPERS, "a shell and timeout")
+# MPICH tells a rank of its job through an open descriptor, which Python's subprocess closes.
+BETWEEN = (*(each for each in WRAPPERS if IS_OPEN_MPI or each != "Python"), "a shell and timeout")
 START = ("plain", "ulfm", "launch", "run") if IS_OPEN_MPI else ("plain", "launch", "run")
 STARTED = {"plain": "`mpirun`", "ulfm": "`--with-ft ulfm`", "launch": "`launch`", "run": "`hvd.run`"}
 
@@ -149,17 +150,14 @@ def run_end(end: End) -> Ended:
 
 def _begin(end: End, running: RunningJob) -> float:
     """Wait for the moment of the failure, and cause it where that is done from outside."""
-    if end.how in FROM_OUTSIDE:
-        running.wait_for_output("ready", START_SECONDS)
-        if end.how == "mpirun killed":
-            for process in _launchers(running):
-                os.kill(process, signal.SIGKILL)
-        else:
-            os.kill(running.launcher_pid, signal.SIGKILL if end.how == "caller killed" else signal.SIGINT)
-    else:
-        until = time.monotonic() + START_SECONDS
-        while "ready" not in running.output() and running.is_running and time.monotonic() < until:
-            time.sleep(0.05)
+    until = time.monotonic() + START_SECONDS
+    while "ready" not in running.output() and running.is_running and time.monotonic() < until:
+        time.sleep(0.05)
+    if end.how == "mpirun killed":
+        for process in _launchers(running):
+            os.kill(process, signal.SIGKILL)
+    elif end.how in FROM_OUTSIDE:
+        os.kill(running.launcher_pid, signal.SIGKILL if end.how == "caller killed" else signal.SIGINT)
     return time.time()
 
 
