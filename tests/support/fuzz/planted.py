@@ -21,15 +21,16 @@ class Plant:
 
     name: str
     changes: tuple[tuple[str, str, str], ...]
+    kinds: tuple[str, ...] = ()  # Of programs that can find it; default: all that are run by default
 
     def missing(self) -> list[str]:
         """Return the files in which a text does not stand exactly once."""
         return [file for file, old, _ in self.changes if (ROOT / "hvlike" / file).read_text().count(old) != 1]
 
 
-def plant(name: str, *changes: tuple[str, str, str]) -> Plant:
+def plant(name: str, *changes: tuple[str, str, str], kinds: tuple[str, ...] = ()) -> Plant:
     """One fault."""
-    return Plant(name, changes)
+    return Plant(name, changes, kinds)
 
 
 MODULE = "training/ddp/module_gradients.py"
@@ -71,6 +72,15 @@ PLANTS = [
     plant(
         "two owners of a parameter both reduce it",
         (REDUCED, "        self._hooks.take(parameters)\n", ""),
+    ),
+    plant(
+        "torch.compile traces what backward calls of hvlike",
+        (
+            "untraced.py",
+            "        function._torchdynamo_disable = True  # type: ignore[attr-defined]\n",
+            "        continue\n",
+        ),
+        kinds=("compiled ddp", "compiled optimizer"),
     ),
     plant(
         "predivided gradients are not multiplied again",

@@ -199,7 +199,8 @@ def find_planted(given: argparse.Namespace) -> int:
     """Plant one fault after the other; return how many are not found."""
     missed = 0
     for fault in PLANTS:
-        with planted(fault) as folder, Job(given.ranks, folder) as job:
+        given.kind = fault.kinds
+        with planted(fault) as folder, Job(given.ranks, folder, compiles=bool(fault.kinds)) as job:
             runner = Runner(job, tuple(given.without), given.shrink, quiet=True)
             runner.run(given)
         missed += not runner.found

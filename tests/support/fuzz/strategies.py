@@ -248,7 +248,11 @@ class Draft:
             possible += [Rewrap(), Rewrap(keep=False)]
         if not (OTHER_DTYPES | {"sparse buffer", "lazy"}) & set(self.parts) and self.kind in ("optimizer", "ddp"):
             possible.append(Convert("float32"))
-        self.actions.append(self.choose(*possible))
+        chosen = self.choose(*possible)
+        if isinstance(chosen, Rewrap):
+            # A wrapper takes over what trains when it is made.
+            self.actions.append(FreezeAll(False))
+        self.actions.append(chosen)
 
     def step(self) -> None:
         """One step: gradients dropped, local passes, the passes that are reduced, what follows them, the step."""
