@@ -80,7 +80,8 @@ class HvlikeWorld:
         parameters = list(network.parameters())
         kind, settings = OPTIMIZERS[program.optimizer]
         if program.kind == "optimizer":
-            named = list(network.named_parameters()) if program.given.get("named") else None
+            names = [(training.label + name, each) for name, each in network.named_parameters()]
+            named = names if program.given.get("named") else None
             training.optimizer = hvd.DistributedOptimizer(
                 make_optimizer(program.optimizer, parameters), named, **options
             )

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from support.fuzz.outcomes import Failure, Outcome
-from support.fuzz.programs import TORCH, Program, Setting
+from support.fuzz.programs import Program, Setting
 from support.job import STARTUP, RunningJob, start_job
 
 RANK = Path(__file__).with_name("rank.py")
@@ -59,10 +59,11 @@ class Job:
         except Lost as lost:
             for rank in range(self.ranks):
                 lost_one = Outcome(failure=Failure(-1, "Lost", f"{lost}\n{self._stack(rank)}"))
-                answers.setdefault(rank, (lost_one, lost_one) if program.kind in TORCH else lost_one)
+                answers.setdefault(rank, (lost_one, lost_one) if program.runs_twice else lost_one)
             self.end()
         outcomes = [answers[rank] for rank in range(self.ranks)]
-        if any(each.failure is not None for each in outcomes if isinstance(each, Outcome)):
+        ends = [end for each in outcomes for end in (each if program.runs_twice else [each])]
+        if any(end.failure is not None for end in ends):
             # What an error leaves behind is not the next program's affair.
             self._setting = None
         return outcomes

@@ -64,6 +64,11 @@ PLANTS = [
     plant(
         "gradients travel in the dtype of their parameter",
         (
+            STATE,
+            "parameter, dtype = self.parameter, gradient_dtype(self.parameter)",
+            "parameter, dtype = self.parameter, self.parameter.dtype",
+        ),
+        (
             REDUCTION,
             "return parameter.dtype if self.of_deltas else gradient_dtype(parameter)",
             "return parameter.dtype",

@@ -38,6 +38,13 @@ class Program:
     optimizer: str = "sgd"
     options: tuple[tuple[str, Any], ...] = ()
     actions: tuple[Action, ...] = ()
+    second: Program | None = None  # Runs beside this one
+    threads: bool = False  # Each of the two in a thread of its own; else their actions take turns
+
+    @property
+    def runs_twice(self) -> bool:
+        """Whether each rank has two outcomes."""
+        return self.second is not None or self.kind in TORCH
 
     @property
     def given(self) -> Mapping[str, Any]:
@@ -54,6 +61,8 @@ class Program:
             *(f"    {action}," for action in self.actions),
             "),",
         ]
+        if self.second is not None:
+            lines += [*f"second={self.second},".splitlines(), f"threads={self.threads},"]
         return "Program(\n" + "".join(f"    {line}\n" for line in lines) + ")"
 
 

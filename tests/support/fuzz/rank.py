@@ -21,7 +21,7 @@ import torch
 from support.fuzz.hvlike_world import HvlikeWorld
 from support.fuzz.outcomes import Outcome
 from support.fuzz.programs import TORCH, Program
-from support.fuzz.training import Training
+from support.fuzz.training import Training, run_beside
 from torch.utils.checkpoint import checkpoint
 
 import hvlike as hvd
@@ -61,6 +61,9 @@ def run(world: HvlikeWorld, program: Program, log: Log) -> Outcome | tuple[Outco
 
             first, second = (Training(TorchWorld(group), program).run() for group in groups())
             return first, second
+        if program.second is not None:
+            trainings = Training(world, program, label="first."), Training(world, program.second, label="second.")
+            return run_beside(*trainings, threads=program.threads)
         outcome = Training(world, program).run()
     outcome.log = list(log.lines)
     return outcome

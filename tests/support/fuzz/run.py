@@ -22,7 +22,7 @@ from support.fuzz.judge import is_sound, judge
 from support.fuzz.oracle import simulate
 from support.fuzz.planted import PLANTS, planted
 from support.fuzz.programs import Program, Setting
-from support.fuzz.strategies import COMPILED, KINDS, TORCH, programs
+from support.fuzz.strategies import COMPILED, KINDS, SEVERAL, TORCH, programs
 
 BLOCK = 50
 COMPILED_BLOCK = 5
@@ -79,10 +79,15 @@ class Runner:
                 hypothesis.reject()
             return judge(program, found, expected)
         expected = simulate(program, setting.ranks, self._pool)
-        if not is_sound(expected):
+        second = [] if program.second is None else simulate(program.second, setting.ranks, self._pool)
+        if not (is_sound(expected) and is_sound(second)):
             self.unsound += 1
             hypothesis.reject()
-        return judge(program, self.job.run(program, setting), expected)
+        found = self.job.run(program, setting)
+        if program.second is None:
+            return judge(program, found, expected)
+        wrong = judge(program, [each[0] for each in found], expected)
+        return wrong or judge(program.second, [each[1] for each in found], second)
 
     def block(self, kind: str, seed: int, setting: Setting, count: int) -> Found | None:
         """Run `count` programs of one seed; return the first fault, shrunk."""
@@ -119,7 +124,7 @@ class Runner:
 
     def run(self, given: argparse.Namespace) -> str:
         """Run blocks of programs until time, programs or faults are enough; return a line about them."""
-        begin, seed, kinds = time.monotonic(), given.seed, given.kind or KINDS
+        begin, seed, kinds = time.monotonic(), given.seed, given.kind or (*KINDS, *SEVERAL)
         while time.monotonic() - begin < 60 * given.minutes and self.tried < given.programs:
             overlap = bool(seed // len(kinds) % 2) if given.overlap is None else given.overlap == "1"
             setting = Setting(given.ranks, overlap, given.nodes or None)
@@ -169,7 +174,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--programs", type=int, default=sys.maxsize, help="how many at most")
     parser.add_argument("--seed", type=int, default=0, help="of the first block of programs (0)")
     parser.add_argument("--ranks", type=int, default=2, help="of the job (2)")
-    kinds = (*KINDS, *TORCH, *COMPILED)
+    kinds = (*KINDS, *SEVERAL, *TORCH, *COMPILED)
     parser.add_argument("--kind", choices=kinds, action="append", help="what wraps the model; default: in turn")
     parser.add_argument("--overlap", choices=("0", "1"), help="reduce beside backward; default: both in turn")
     parser.add_argument("--nodes", type=int, default=0, help="pretended nodes; default: one, and two in turn")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from hypothesis import strategies as st
@@ -33,10 +34,9 @@ WITHOUT_GRADIENTS = ("grad", "func", "forward", "raise in forward")
 class Draft:
     """A program while it is drawn."""
 
-    def __init__(
-        self, draw: Callable[[st.SearchStrategy[Any]], Any], kind: str, ranks: int, without: Collection[str]
-    ) -> None:
+    def __init__(self, draw: Draw, kind: str, ranks: int, without: Collection[str], *, threads: bool = False) -> None:
         self.draw, self.kind, self.ranks, self.without = draw, kind.removeprefix("compiled "), ranks, without
+        self.threads = threads
         self.compiles = kind.startswith("compiled")
         self.actions: list[Action] = []
         self.batches = 0
@@ -62,7 +62,7 @@ class Draft:
         if self.kind == "optimizer":
             options["op"] = self.choose("average", "average", "sum", "adasum")
             options["backward_passes_per_step"] = self.choose(1, 1, 2, 3)
-            options["named"] = self.choose(False, True)
+            options["named"] = self.threads or self.choose(False, True)
             if options["op"] == "average":
                 options["gradient_predivide_factor"] = self.choose(1.0, 2.0, 0.25)
             if options["op"] != "adasum":
@@ -85,7 +85,7 @@ class Draft:
             options.pop("hook", None)
             options.pop("process_set", None)
             return {} if self.kind == "fsdp2" else {each: value for each, value in options.items() if value is not None}
-        if self.chance(20):
+        if self.chance(20) and not self.threads:
             options["start"] = "own" if self.wraps_module else "broadcast"
         defaults = {
             "op": "average",
@@ -117,6 +117,9 @@ class Draft:
             refused |= OTHER_DTYPES | {"scalar", "empty", "frozen", "tied", "weight norm"}
         if self.wraps_module:
             refused |= {"lazy"}
+        if self.threads:
+            # Its statistics have no name of their own.
+            refused |= {"sync batch norm"}
         if self.options.get("start"):
             refused |= {"lazy", "sparse buffer"}
         if self.wraps_module and self.options.get("broadcast_buffers", True):
@@ -178,9 +181,10 @@ class Draft:
         partial = not self.wraps_module or bool(self.options.get("find_unused_parameters"))
         partial = partial and "sync batch norm" not in self.parts
         if self.parts and not self.steady and self.chance(30 if partial else 5):
-            # A lazy layer gets its shape in the first pass.
+            # A lazy layer gets its shape in the first pass; buffers that grow do so on all ranks.
             part = self.choose(*range(len(self.parts)))
-            partial = partial and self.parts[part] != "lazy"
+            alike = {"lazy", "counting"} if self.wraps_module else {"lazy"}
+            partial = partial and self.parts[part] not in alike
             where = (EVERYWHERE,) if "unused everywhere" not in self.without and self.parts[part] != "lazy" else ()
             where += tuple(range(self.ranks)) if partial else ()
             if where:
@@ -235,7 +239,7 @@ class Draft:
     def between_steps(self) -> None:
         """Maybe something that only happens between steps."""
         self.change()
-        if self.steady or not self.chance(15):
+        if self.steady or self.threads or not self.chance(15):
             return
         possible: list[Action] = [Schedule(), Reload(), Copy()]
         if "weight norm" not in self.parts:
@@ -257,7 +261,8 @@ class Draft:
     def step(self) -> None:
         """One step: gradients dropped, local passes, the passes that are reduced, what follows them, the step."""
         self.between_steps()
-        if self.kind == "optimizer" and not self.scales and self.options.get("op") != "adasum" and self.chance(8):
+        whole = self.scales or self.threads or self.options.get("op") == "adasum"
+        if self.kind == "optimizer" and not whole and self.chance(8):
             self.actions.append(ClosureStep(self.make_pass("plain")))
             return
         if self.options.get("op") == "sum" or self.kind == "zero alone" or not self.chance(8):
@@ -328,10 +333,17 @@ class Draft:
 @st.composite
 def programs(draw: Draw, kind: str, ranks: int, without: Collection[str] = ()) -> Program:
     """Programs of a kind for a number of ranks."""
+    if kind in SEVERAL:
+        threads = kind == "in threads"
+        kinds = ["optimizer" if threads else draw(st.sampled_from(KINDS)) for _ in range(2)]
+        first, second = (Draft(draw, each, ranks, without, threads=threads).program() for each in kinds)
+        return replace(first, second=second, threads=threads)
     return Draft(draw, kind, ranks, without).program()
 
 
 KINDS = ("optimizer", "ddp", "zero", "zero alone")
 # Compiling takes seconds: by name only, a few programs a block.
 COMPILED = ("compiled optimizer", "compiled ddp")
+# Two trainings at once.
+SEVERAL = ("in turn", "in threads")
 PARTS_TO_COMPILE = ("linear", "shared", "tied", "scalar", "frozen", "batch norm", "channels last")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import zip_longest
 from typing import Any, Protocol
 
 import torch
@@ -62,7 +64,9 @@ class World(Protocol):
 class Training:
     """The state of a rank."""
 
-    def __init__(self, world: World, program: Program, network: Network | None = None) -> None:
+    def __init__(self, world: World, program: Program, network: Network | None = None, label: str = "") -> None:
+        """label: stands before the names of parameters, where there are several trainings."""
+        self.label = label
         self.world = world
         self.program = program
         self.network = network or make_network(program.parts)
@@ -76,12 +80,20 @@ class Training:
 
     def run(self) -> Outcome:
         """Do all actions; an exception ends the program."""
+        for _ in self.advance():
+            pass
+        return self.outcome
+
+    def advance(self) -> Iterator[None]:
+        """Do one action after the other."""
         self.number = -1
         try:
             self.world.wrap(self)
+            yield
             for number, action in enumerate(self.program.actions):
                 self.number = number
                 action.do(self)
+                yield
             self.number += 1
             self.see("end")
         except Exception as error:
@@ -92,7 +104,6 @@ class Training:
                 tuple(each.__name__ for each in type(error).__mro__),
                 "\n".join(traceback.format_exc().splitlines()[-TRACE_LINES:]),
             )
-        return self.outcome
 
     def batch(self, number: int) -> tuple[Tensor, Tensor]:
         """Return this rank's rows and words."""
@@ -125,6 +136,19 @@ def start_differently(network: nn.Module, rank: int) -> None:
         for each in (*network.parameters(), *network.buffers()):
             if not is_lazy(each) and each.layout is torch.strided:
                 each.add_(rank)
+
+
+def run_beside(first: Training, second: Training, *, threads: bool) -> tuple[Outcome, Outcome]:
+    """Run two trainings at once."""
+    if threads:
+        thread = threading.Thread(target=second.run)
+        thread.start()
+        first.run()
+        thread.join()
+    else:
+        for _ in zip_longest(first.advance(), second.advance()):
+            pass
+    return first.outcome, second.outcome
 
 
 def make_optimizer(name: str, parameters: Any) -> Optimizer:
