@@ -7,7 +7,9 @@ A setting NAME is set by HVLIKE_NAME, or by HOROVOD_NAME where Horovod has it to
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -15,6 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from hvlike.errors import UsageError
+from hvlike.version import page
 
 T = TypeVar("T")
 
@@ -214,6 +217,11 @@ _IGNORED_BECAUSE = {
 }
 IGNORED = {HOROVODS + name: reason for reason, names in _IGNORED_BECAUSE.items() for name in names.split()}
 """Horovod's variables that have no meaning here, and why."""
+# Known, and nothing to speak of: those of Horovod's build and of its launcher for Spark, and of hvlike's own commands.
+_OTHER_NAMES = re.compile(
+    "HVLIKE_HOROVOD_PROGRAM|HVLIKE_TEST_.*|HOROVOD_(GPU|MIXED_INSTALL|CMAKE|SKIP_COMPILE|DEBUG|ALLOW_MIXED_GPU_IMPL|"
+    "LOCAL_VERSION|MPI|GLOO|CCL|MPICXX_SHOW|(WITH|WITHOUT|GPU|NCCL|CUDA|ROCM|NVTX|CCL|BUILD|SPARK|TEST)_.*)"
+)
 
 
 def read_config(environment: Mapping[str, str]) -> Config:
@@ -232,6 +240,27 @@ def read_config(environment: Mapping[str, str]) -> Config:
         if value is not None:
             values[field] = value
     return Config(**values)
+
+
+def unknown_variables(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return a text for each variable that is set and looks like a setting, but is none: what may have been meant."""
+    known = {spelling: entry for entry in SETTINGS.values() for spelling in entry.spellings}
+    found = {}
+    for name in sorted(environment):
+        is_known = name in known or name in IGNORED or _OTHER_NAMES.fullmatch(name)
+        if environment[name] and name.startswith((OURS, HOROVODS)) and not is_known:
+            found[name] = f"{name} is set, but there is no such setting{_meant(name)}"
+    return found
+
+
+def _meant(name: str) -> str:
+    by_name = {entry.name: entry for entry in SETTINGS.values()}
+    prefix, _, rest = name.partition("_")
+    close = difflib.get_close_matches(rest, by_name, n=1, cutoff=0.7)
+    if not close:
+        return f": {page('knobs')} has the names of all"
+    same_prefix = [each for each in by_name[close[0]].spellings if each.startswith(prefix)]
+    return f": did you mean {(same_prefix or [by_name[close[0]].variable])[0]}?"
 
 
 def _value(entry: Setting, texts: Mapping[str, str], where: str) -> Any:
@@ -265,7 +294,7 @@ def _read_file(path: str) -> dict[str, str]:
         name, equals, value = line.partition("=")
         if not equals or name.strip() not in known:
             raise UsageError(
-                f"HVLIKE_KNOBS_FILE={path}, line {number_of_line}: expected NAME=value with a name of docs/knobs.md, "
+                f"HVLIKE_KNOBS_FILE={path}, line {number_of_line}: expected NAME=value with a name of {page('knobs')}, "
                 f"got {line!r}."
             )
         settings[name.strip()] = value.strip()

@@ -38,6 +38,7 @@ from hvlike.bench.harness.processes import Helpers, module_command, outside_of_j
 from hvlike.bench.harness.report import Bars, format_seconds, format_size, parse_sizes, publish, table
 from hvlike.errors import HorovodInternalError, UsageError
 from hvlike.transport.host.find_mpirun import TOLERANT_FLAGS, Mpirun, ask_mpi_library, find_mpirun, is_fault_tolerant
+from hvlike.version import page
 
 PURPOSE = "from the kill of a rank to the first step after it"
 
@@ -275,7 +276,7 @@ def run(options: argparse.Namespace) -> None:
     if not is_fault_tolerant(mpirun, library):
         raise UsageError(
             f"bench recovery needs Open MPI 5, which can go on without a lost rank; mpi4py loads {library.text}. See "
-            "docs/elastic.md for what other libraries can do."
+            f"{page('elastic')} for what other libraries can do."
         )
     draw, repetitions = random.Random(options.seed), options.repetitions or _REPETITIONS
     results = []

@@ -15,6 +15,7 @@ from hvlike.doctor.finding import Finding, Skipped, nccl_version, numbers, of_ev
 from hvlike.doctor.probe import known
 from hvlike.doctor.software import CUPY, NCCL
 from hvlike.transport.host.mpi_library import mapped_files
+from hvlike.version import page
 
 if TYPE_CHECKING:
     from hvlike.doctor.job import Case
@@ -121,7 +122,7 @@ def check_gpu_sharing(case: Case, finding: Finding) -> None:
         finding.note(f"{host}: {plural(len(node), 'rank')}, {plural(seen, 'GPU')} in sight of each")
         if 0 < seen < len(node) and counts[node[0]].visible is None:
             text = f"{host}: {len(node)} ranks share {plural(seen, 'GPU')}"
-            finding.warn(text, "NCCL serves one rank a GPU: start one rank for each. docs/gpu.md")
+            finding.warn(text, f"NCCL serves one rank a GPU: start one rank for each ({page('gpu')}).")
 
 
 def in_cuda(number: int) -> str:
@@ -147,7 +148,7 @@ def check_nccl(case: Case, finding: Finding) -> None:
         )
         finding.fail("several distributions of CuPy overwrite each other's files", advice)
     if not facts.version:
-        advice = "Until then CUDA tensors travel through host memory, which is slower. docs/gpu.md"
+        advice = f"Until then CUDA tensors travel through host memory, which is slower ({page('gpu')})."
         finding.warn(f"NCCL cannot be used: {facts.missing}", advice)
     if len(state.loaded) > 1:
         advice = "Leave one, torch's: uninstall the other wheel, or take its folder out of LD_LIBRARY_PATH."

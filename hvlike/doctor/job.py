@@ -31,6 +31,7 @@ from hvlike.doctor.software import Software, collect_software
 from hvlike.transport.host.find_mpirun import MpiLibrary, ask_mpi_library
 from hvlike.transport.host.mpi_library import load_mpi
 from hvlike.transport.host.topology import group_by_node
+from hvlike.version import page
 
 SIZES = (4 << 10, 1 << 20, 16 << 20)  # Bytes
 _WARM, _REPEATS = 3, 7
@@ -342,4 +343,4 @@ def _check_times(finding: Finding, timing: Timing, copy: float) -> None:
             finding.warn(text, "Ranks wake each other late: see cores and threads.")
     elif name in ("network", "hierarchical") and large.nbytes / large.median < _SLOW_NETWORK:
         text = f"{name}: {large.nbytes / large.median / 1e6:.0f} MB/s"
-        finding.warn(text, "Is this the network you mean? Name it: docs/several-nodes.md.")
+        finding.warn(text, f"Is this the network you mean? Name it: {page('several-nodes')}.")

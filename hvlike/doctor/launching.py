@@ -21,6 +21,7 @@ from hvlike.transport.failure import fault_tolerance
 from hvlike.transport.host import find_mpirun
 from hvlike.transport.host.find_mpirun import OPEN_MPI, MpiLibrary, Mpirun, family_of_library
 from hvlike.transport.host.launchers import Launcher, detect_launcher
+from hvlike.version import page
 
 if TYPE_CHECKING:
     from hvlike.doctor.job import Case
@@ -50,7 +51,7 @@ _ENDED = (
 _UNFINISHED = (
     "MPI_Init waits for every process of the launcher. Try `mpirun -n 2 hostname`, then two ranks on one host, then "
     "one on each of two hosts: the first that hangs shows where. Between hosts name the network "
-    "(docs/several-nodes.md)."
+    f"({page('several-nodes')})."
 )
 _RANKS = 2
 _SHOWN = 3
@@ -70,6 +71,7 @@ class LaunchEnvironment:
     components: tuple[tuple[str, str], ...]  # Of Open MPI, chosen by its variables, as (OMPI_MCA_pml, ob1)
     wrong_setting: str | None  # Why init() would refuse the settings; None: it would not
     ignored_settings: tuple[tuple[str, str], ...]  # Horovod's that are set and mean nothing here, with the reason
+    unknown_settings: tuple[str, ...]  # What is wrong with variables that look like settings and are none
 
 
 def collect_environment(environment: Mapping[str, str]) -> LaunchEnvironment:
@@ -89,15 +91,18 @@ def collect_environment(environment: Mapping[str, str]) -> LaunchEnvironment:
         components=tuple((key, environment[key]) for key in _COMPONENTS if environment.get(key)),
         wrong_setting=wrong,
         ignored_settings=tuple((key, reason) for key, reason in config.IGNORED.items() if environment.get(key)),
+        unknown_settings=tuple(config.unknown_variables(environment).values()),
     )
 
 
 def check_settings(case: Case, finding: Finding) -> None:
     environment = case.me.environment
     if environment.wrong_setting is not None:
-        finding.fail(environment.wrong_setting, "docs/knobs.md has the names and values of all.")
+        finding.fail(environment.wrong_setting, f"{page('knobs')} has the names and values of all.")
     for name, reason in environment.ignored_settings:
         finding.warn(f"{name} is ignored: {reason}", f"Unset {name}.")
+    for text in environment.unknown_settings:
+        finding.warn(text, f"It has no effect. {page('knobs')} has the names of all.")
     if not finding.found:
         finding.note("every HVLIKE_ and HOROVOD_ variable that is set is known")
 
@@ -301,7 +306,7 @@ def check_two_ranks(case: Case, finding: Finding) -> None:
         text = f"`{trial.command}` did not come to its end in time and was stopped"
         advice = (
             "The ranks do not reach each other, or mpirun waits for a host: name the network (`--mca "
-            "btl_tcp_if_include`, `-iface`), look into the host file, docs/several-nodes.md."
+            f"btl_tcp_if_include`, `-iface`), look into the host file, {page('several-nodes')}."
         )
     else:
         text = f"`{trial.command}` ended with status {trial.status}"
@@ -310,8 +315,8 @@ def check_two_ranks(case: Case, finding: Finding) -> None:
     finding.fail("", advice)
 
 
-_ADD = "To go on without it, add to the command line: `mpirun --with-ft ulfm ...` (docs/elastic.md)."
-_RESTART = "python -m hvlike launch --restarts N -- COMMAND starts it again from a checkpoint (docs/restarts.md)"
+_ADD = f"To go on without it, add to the command line: `mpirun --with-ft ulfm ...` ({page('elastic')})."
+_RESTART = f"python -m hvlike launch --restarts N -- COMMAND starts it again from a checkpoint ({page('restarts')})"
 _FIRST = "5.0"  # The first Open MPI that has it
 _MESSAGES = "ob1"  # The only way of messages that knows of failures
 

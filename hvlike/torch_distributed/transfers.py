@@ -118,7 +118,7 @@ class Transfers:
         self.end(ShutdownError(f"the group {self._calls.name!r} of torch.distributed was destroyed on this rank"))
 
     def _shut_down(self) -> None:
-        self.end(ShutdownError("Horovod has been shut down on this rank while the operation was in flight."))
+        self.end(ShutdownError("hvlike: Horovod has been shut down on this rank while the operation was in flight."))
 
 
 def _age(work: Work) -> float:

@@ -23,6 +23,7 @@ from hvlike.config import HOROVODS_OWN
 from hvlike.errors import UnsupportedOpError
 from hvlike.transport.world import Group
 from hvlike.untraced import untraced
+from hvlike.version import page
 
 Incoming = Mapping[int, torch.Tensor]  # By the index of the output; whole numbers have none
 Gradient = Callable[[Incoming, Sequence[torch.Tensor]], Sequence[torch.Tensor]]
@@ -83,7 +84,7 @@ def follows_horovod(what: str, group: Group, factor: str) -> bool:
         logger.warning(
             "%s: backward gives Horovod's gradient, which is %s the derivative, as HVLIKE_GRADIENTS=horovod asks; a "
             "program that imports horovod has that by default. HVLIKE_GRADIENTS=adjoint gives derivatives; the factors "
-            "are in docs/from-horovod.md. Said once, for all collectives.",
+            f"are in {page('from-horovod')}. Said once, for all collectives.",
             what,
             factor,
         )

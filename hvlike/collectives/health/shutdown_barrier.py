@@ -159,8 +159,8 @@ class ShutdownBarrier:
 def _error(rank: int, reason: str) -> HorovodInternalError:
     if reason == SHUTDOWN:
         return ShutdownError(
-            f"Horovod has been shut down on rank {rank}: it called hvd.shutdown() while other ranks went on. Call "
-            "shutdown() on every rank, after the last collective."
+            f"hvlike: Horovod has been shut down on rank {rank}: it called hvd.shutdown() while other ranks went on. "
+            "Call shutdown() on every rank, after the last collective."
         )
     return PeerLeftError(
         f"Rank {rank} has ended its program while other ranks go on. Every rank has to run the same number of "

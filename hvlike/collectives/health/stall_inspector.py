@@ -167,7 +167,7 @@ class StallInspector:
             logger.warning("%s\n%s", HEAD.format(seconds=report), text)
         if shutdown and any(overdue[key] >= shutdown for key in found):
             return StalledError(
-                f"Horovod has been shut down: operations have waited for other ranks for more than {shutdown:g} s "
+                f"hvlike: Horovod has been shut down: operations have waited for other ranks for more than {shutdown:g} s "
                 f"(HVLIKE_STALL_SHUTDOWN_TIME_SECONDS).\n{text}"
             )
         return None

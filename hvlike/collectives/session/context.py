@@ -10,10 +10,10 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-from hvlike.backends.arithmetic.arithmetic import THREADS
 from hvlike.collectives.controller.inline_calls import inline_allreduces
 from hvlike.collectives.health.shutdown_barrier import EXIT, SHUTDOWN, ShutdownBarrier
 from hvlike.collectives.requests.process_set import ProcessSet, global_process_set
+from hvlike.collectives.session.job_settings import JobSettings
 from hvlike.collectives.session.process_set_state import (
     ProcessSetState,
     Registry,
@@ -21,7 +21,6 @@ from hvlike.collectives.session.process_set_state import (
     stall_limits,
     what_is_wrong,
 )
-from hvlike.config import DYNAMIC, Config, differing, read_config
 from hvlike.errors import (
     HorovodInternalError,
     NotInitializedError,
@@ -30,90 +29,18 @@ from hvlike.errors import (
     ShutdownError,
     UsageError,
 )
-from hvlike.observe.log import set_up_log
-from hvlike.observe.recorder import check_writable, path_of_restart
 from hvlike.transport.fabric import Fabric
 from hvlike.transport.failure.exit_status import keep_record
-from hvlike.transport.failure.fault_tolerance import Job, as_error, is_enabled
+from hvlike.transport.failure.fault_tolerance import Job, as_error
 from hvlike.transport.failure.guard import Guard, give_up
 from hvlike.transport.failure.heartbeat import Heartbeat, heartbeat_limit
 from hvlike.transport.failure.watchdog import Liveness, init_watchdog
-from hvlike.transport.host import launchers, mpi_library, rank_variables
-from hvlike.transport.host.topology import available_cores, has_spare_core
+from hvlike.transport.host import mpi_library, rank_variables
+from hvlike.transport.host.topology import has_spare_core
 from hvlike.transport.loop.coroutine import Coroutine, Task, Wait
-from hvlike.transport.memory.malloc import keep_memory
 from hvlike.transport.world import World
 
 logger = logging.getLogger("hvlike")
-
-
-class JobSettings:
-    def __init__(self, gradients: str | None = None) -> None:
-        """Read the environment. Local; a wrong value is kept for `check`, so that no rank is left waiting in init()."""
-        self.knobs = Config()
-        self._wrong = ""
-        given = {} if gradients is None else {"HVLIKE_GRADIENTS": str(gradients)}
-        try:
-            self.knobs = read_config({**os.environ, **given})
-        except UsageError as error:
-            self._wrong = str(error)
-
-    def check(self, comm: Any) -> None:
-        """Compare with the other ranks; collective. Raises: UsageError, on all ranks, if a value is wrong on one."""
-        if self.knobs.spares and not is_enabled(os.environ):
-            self._wrong = (
-                f"HVLIKE_SPARES={self.knobs.spares} has no effect unless the job outlives a lost rank: start it with "
-                "`mpirun --with-ft ulfm` (Open MPI 5), or unset it."
-            )
-        path = self.knobs.timeline
-        if not self._wrong and path is not None and path != DYNAMIC:
-            try:
-                check_writable(path, comm.Get_rank())
-            except UsageError as error:
-                self._wrong = str(error)
-        answers = comm.allgather((self._wrong, self.knobs))
-        wrong = [f"rank {rank}: {text}" for rank, (text, _) in enumerate(answers) if text]
-        if not wrong:
-            difference = differing([knobs for _, knobs in answers])
-            wrong = [difference] if difference else []
-        if wrong:
-            raise UsageError(f"Horovod initialization failed: {'; '.join(wrong)}")
-
-    def misplaced(self, world: World) -> str:
-        cores = self.knobs.thread_affinity
-        if cores is None:
-            return ""
-        if len(cores) < world.local_size:
-            return (
-                f"HVLIKE_THREAD_AFFINITY={','.join(map(str, cores))} names {len(cores)} cores, but {world.host} has "
-                f"{world.local_size} ranks: name one for each."
-            )
-        core, allowed = cores[world.local_rank], sorted(available_cores())
-        if core not in allowed:
-            return f"HVLIKE_THREAD_AFFINITY names core {core} for {world}, which may run on {allowed}."
-        return ""
-
-    def apply(self, fabric: Fabric) -> None:
-        knobs = self.knobs
-        THREADS.cores = fabric.cores
-        if knobs.keep_memory:
-            keep_memory()
-        if knobs.thread_affinity is not None:
-            fabric.loop.pin(knobs.thread_affinity[fabric.world.local_rank])
-        set_up_log(knobs.log_level, fabric.world.rank, hide_time=knobs.log_hide_time)
-        world = fabric.world
-        logger.debug("%s: local rank %d of %d, %d cores", world, world.local_rank, world.local_size, fabric.cores)
-        oddity = launchers.lone_child_warning(os.environ, world.size)
-        if oddity:
-            logger.warning("%s: %s", world, oddity)
-        if knobs.timeline is not None and knobs.timeline != DYNAMIC:
-            # What was recorded before a rank was lost stays.
-            path = path_of_restart(knobs.timeline, 0 if world.job is None else world.job.restarts)
-            try:
-                fabric.recorder.start(path, mark_cycles=knobs.timeline_mark_cycles, max_bytes=knobs.timeline_max_bytes)
-            except UsageError as error:
-                # It could be written a moment ago, and the other ranks are past the point where all can refuse.
-                logger.warning("%s: %s", fabric.world, error)
 
 
 _LEFT_BEHIND_SECONDS = 1.0
@@ -244,7 +171,7 @@ class Context:
             loop.wait(
                 lambda: all(each.queues.first.idle for each in self.registry.set_states.values()), _FINISH_SECONDS
             )
-            error = ShutdownError("Horovod has been shut down on this rank while the operation was in flight.")
+            error = ShutdownError("hvlike: Horovod has been shut down on this rank while the operation was in flight.")
             loop.post(lambda: self._fail_all(error), wake=False)
             self._shutdown_barrier.part(reason)
         except HorovodInternalError:
@@ -322,19 +249,19 @@ class Context:
         answers = self.world.comm.allgather((unknown, [each.ranks for each in process_sets]))
         wrong = [f"rank {rank}: {text}" for rank, (text, _) in enumerate(answers) if text]
         if wrong:
-            raise UsageError(f"Horovod initialization failed: {'; '.join(wrong)}")
+            raise UsageError(f"hvlike: Horovod initialization failed: {'; '.join(wrong)}")
         everybody = [ranks for _, ranks in answers]
         different = [rank for rank, other in enumerate(everybody) if other != everybody[0]]
         if different:
             raise UsageError(
-                f"Horovod initialization failed: rank 0 passed process_sets={everybody[0]}, rank {different[0]} passed "
+                f"hvlike: Horovod initialization failed: rank 0 passed process_sets={everybody[0]}, rank {different[0]} passed "
                 f"{everybody[different[0]]}. Pass the same process sets in the same order on every rank."
             )
         for number, ranks in enumerate(everybody[0]):
             reason = what_is_wrong(ranks, seen, self.world.size)
             if reason is not None:
                 raise UsageError(
-                    f"Horovod could not be initialized because process_sets entry number {number} cannot be: {reason}"
+                    f"hvlike: Horovod could not be initialized because process_sets entry number {number} cannot be: {reason}"
                 )
             seen.append(ranks)
 
@@ -384,7 +311,7 @@ def current() -> Context:
     context = _process.context
     if context is None:
         mpi_library.check_not_forked()
-        raise NotInitializedError("Horovod has not been initialized; use hvd.init().")
+        raise NotInitializedError("hvlike: Horovod has not been initialized; use hvd.init().")
     return context
 
 

@@ -156,12 +156,12 @@ class DurableCommits:
 
     def load(self) -> None:
         """Go to the newest whole checkpoint, if there is one, before the first commit. Collective; blocks."""
-        if not self._state.commits and self.read("elastic.run starts"):
+        if not self._state.commits and self.read("elastic.run starts", logging.INFO):
             self._state.save()
         self._written_at = time.monotonic()
 
-    def read(self, what: str) -> bool:
-        """Load the newest whole checkpoint, and say so; False if there is none. Collective; blocks."""
+    def read(self, what: str, level: int = logging.WARNING) -> bool:
+        """Load the newest whole checkpoint, and say so in the log; False if there is none. Collective; blocks."""
         contents = self._state.contents()
         check_values(contents)
         loaded = load_all(self._folder, {name: value for name, value in contents.items() if is_stateful(value)})
@@ -172,7 +172,7 @@ class DurableCommits:
                 setattr(self._state, name, value)
         self._state.commits = self._written = loaded.step
         if rank() == 0:
-            logger.warning("%s from commit %d: %s", what, loaded.step, loaded.path)
+            logger.log(level, "%s from commit %d: %s", what, loaded.step, loaded.path)
         return True
 
     def agree(self) -> None:

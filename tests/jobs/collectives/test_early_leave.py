@@ -70,7 +70,7 @@ def test_those_that_stay_are_told_and_a_new_start_works(shut_down: list[int], en
                 assert f"Rank {leaver} has ended its program while other ranks go on." in line
             else:
                 assert f"Horovod has been shut down on rank {leaver}" in line
-    assert sum(line.startswith("in flight: ShutdownError Horovod has been shut down") for line in said) == 3
+    assert sum(line.startswith("in flight: ShutdownError hvlike: Horovod has been shut down") for line in said) == 3
     assert len(said) == 2 * len(shut_down) + 3 + 2
 
 
@@ -88,6 +88,6 @@ for ending in (hvd.shutdown, lambda: None):
 
 
 def test_ranks_that_shut_down_and_that_end_together_do_so_quietly() -> None:
-    job = run_job(TOGETHER, 3).check()
+    job = run_job(TOGETHER, 3, env={"HVLIKE_LOG_LEVEL": "warning"}).check()
     assert job.stdout == ""
     assert job.stderr == ""

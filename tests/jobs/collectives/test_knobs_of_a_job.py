@@ -54,7 +54,7 @@ def test_all_ranks_refuse_what_is_wrong_on_one_and_start_again() -> None:
     ranks = 3
     job = run_job(PROGRAM, ranks, args=list(REFUSED)).check()
     for rank in range(ranks):
-        said = re.findall(rf"rank {rank}: UsageError: Horovod initialization failed: (.+)", job.stdout)
+        said = re.findall(rf"rank {rank}: UsageError: hvlike: Horovod initialization failed: (.+)", job.stdout)
         assert len(said) == len(REFUSED), job.describe()
         for text, expected in zip(said, REFUSED.values(), strict=True):
             assert text.startswith(expected)
@@ -88,11 +88,28 @@ logging.getLogger("hvlike").warning("the program prints")
 def test_the_log_of_a_job() -> None:
     own = "hvlike of {}: the program prints"
     calm = run_job(LOG, 2, env={"HVLIKE_LOG_HIDE_TIME": "1"}).check()
+    assert "rank 0 INFO: 2 ranks on 1 node" in calm.stderr
     lines = ["rank 0 INFO: a word of info", "rank 0 WARNING: a word of warning", "rank 1 WARNING: a word of warning"]
-    assert sorted(calm.stderr.splitlines()) == [f"hvlike {line}" for line in lines]
+    others = [line for line in calm.stderr.splitlines() if " on 1 node " not in line]
+    assert sorted(others) == [f"hvlike {line}" for line in lines]
     assert sorted(calm.stdout.splitlines()) == [own.format(0), own.format(1)]
     loud = run_job(LOG, 2, env={"HOROVOD_LOG_LEVEL": "debug", "HOROVOD_LOG_HIDE_TIME": "1"}).check()
     for rank in range(2):
         assert f"hvlike rank {rank} DEBUG: a word of debug" in loud.stderr.splitlines()
         assert f"hvlike rank {rank} WARNING: the program prints" in loud.stderr.splitlines()
         assert own.format(rank) in loud.stdout.splitlines()
+
+
+STARTS = """
+import hvlike as hvd
+hvd.init()
+hvd.shutdown()
+"""
+
+
+def test_a_misspelt_variable_is_named_once_and_the_start_in_one_line() -> None:
+    job = run_job(STARTS, 2, env={"HVLIKE_STALL_CHECK_TIME": "5", "HOROVOD_GPU_OPERATIONS": "NCCL"}).check()
+    assert job.stderr.count("HVLIKE_STALL_CHECK_TIME is set") == 1
+    assert "did you mean HVLIKE_STALL_CHECK_TIME_SECONDS?" in job.stderr
+    assert "GPU_OPERATIONS" not in job.stderr
+    assert len(re.findall(r"rank 0 INFO: 2 ranks on 1 node \(.+\): shared memory", job.stderr)) == 1, job.stderr

@@ -80,7 +80,7 @@ def test_the_report_covers_planned_steps(reports: Job) -> None:
 
 
 def test_the_shutdown_limit_raises_on_every_rank(reports: Job) -> None:
-    assert reports.stdout.count("got StalledError: Horovod has been shut down: operations have waited") == 3
+    assert reports.stdout.count("got StalledError: hvlike: Horovod has been shut down: operations have waited") == 3
     assert "missing: rank 1" in reports.stdout
 
 

@@ -37,4 +37,9 @@ def test_a_job_of_one_rank() -> None:
         timeout=60,
         check=False,
     )
-    assert (found.returncode, found.stdout, found.stderr) == (0, "done\n", "")
+    assert (found.returncode, found.stdout) == (0, "done\n")
+    # Each start says that nobody else is there.
+    advice = "for several, start the program with mpirun -n N python ..."
+    lines = found.stderr.splitlines()
+    assert lines
+    assert all(" INFO: 1 rank on 1 node " in line and line.endswith(advice) for line in lines), found.stderr

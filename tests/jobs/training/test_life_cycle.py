@@ -89,7 +89,7 @@ plain = torch.optim.SGD([parameter], lr=1.0)
 try:
     hvd.DistributedOptimizer(plain)
 except ValueError as error:
-    assert str(error) == "Horovod has not been initialized; use hvd.init()."
+    assert str(error) == "hvlike: Horovod has not been initialized; use hvd.init()."
 hvd.init()
 optimizer = hvd.DistributedOptimizer(plain)
 

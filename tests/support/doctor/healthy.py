@@ -38,7 +38,7 @@ RIGHT = Mpirun("/env/bin/mpirun", OPEN_MPI, "mpirun (Open MPI) 5.0.11", ())
 def launch_environment(variables: dict[str, str] | None = None) -> LaunchEnvironment:
     """What these variables say, and nothing else."""
     launcher = launchers.detect_launcher(variables or {})
-    return LaunchEnvironment(launcher, None, (), "1", (), False, (), None, ())
+    return LaunchEnvironment(launcher, None, (), "1", (), False, (), None, (), ())
 
 
 def rank(host: str = "alpha", **changes: Any) -> RankFacts:

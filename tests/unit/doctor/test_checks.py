@@ -171,6 +171,12 @@ WRONG: list[tuple[str, Case, Verdict, str]] = [
         Verdict.WARN,
         "Unset HOROVOD_X",
     ),
+    (
+        "settings",
+        both(environment=replace(seen(), unknown_settings=("HVLIKE_TIMELIN is set, but",))),
+        Verdict.WARN,
+        "It has no effect",
+    ),
     ("launcher", singletons(**SRUN), Verdict.FAIL, "srun --mpi=pmix"),
     ("launcher", singletons(PMI_SIZE="2"), Verdict.FAIL, "mpirun that belongs"),
     ("launcher", singletons(TORCHELASTIC_RUN_ID="x", WORLD_SIZE="4"), Verdict.FAIL, "mpirun -n 4 python"),

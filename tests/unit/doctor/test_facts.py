@@ -77,6 +77,7 @@ def test_the_environment_is_read() -> None:
             "MPI4PY_RC_THREADS": "0",
             "HOROVOD_CPU_OPERATIONS": "MPI",
             "HVLIKE_OVERLAP": "perhaps",
+            "HVLIKE_TIMELIN": "x",
         }
     )
     assert seen.launcher is not None
@@ -86,11 +87,14 @@ def test_the_environment_is_read() -> None:
     assert seen.omp_threads is None
     assert seen.mpi4py == ("MPI4PY_RC_THREADS=0",)
     assert [name for name, _ in seen.ignored_settings] == ["HOROVOD_CPU_OPERATIONS"]
+    assert seen.unknown_settings == (
+        "HVLIKE_TIMELIN is set, but there is no such setting: did you mean HVLIKE_TIMELINE?",
+    )
     assert "HVLIKE_OVERLAP" in (seen.wrong_setting or "")
 
 
 def test_an_empty_environment_says_nothing() -> None:
-    nothing = launching.LaunchEnvironment(None, None, (), None, (), False, (), None, ())
+    nothing = launching.LaunchEnvironment(None, None, (), None, (), False, (), None, (), ())
     assert launching.collect_environment({}) == nothing
 
 

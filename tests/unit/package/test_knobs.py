@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from hvlike.config import SETTINGS, Config, Setting, differing, read_config
+from hvlike.config import SETTINGS, Config, Setting, differing, read_config, unknown_variables
 from hvlike.errors import UsageError
 
 SAMPLES = {
@@ -117,3 +117,27 @@ def test_ranks_that_differ_are_named_with_their_values() -> None:
 
 def test_paths_and_cores_may_differ() -> None:
     assert differing([Config(), Config(timeline="mine", thread_affinity=(1,), log_level="debug")]) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("HVLIKE_TIMELIN", "did you mean HVLIKE_TIMELINE?"),
+        ("HVLIKE_STALL_CHECK_TIME", "did you mean HVLIKE_STALL_CHECK_TIME_SECONDS?"),
+        ("HOROVOD_FUSION_THRESHOLDS", "did you mean HOROVOD_FUSION_THRESHOLD?"),
+        # Horovod has no such setting, hvlike has.
+        ("HOROVOD_OVERLAP", "did you mean HVLIKE_OVERLAP?"),
+        ("HVLIKE_FOO", "docs/knobs.md"),
+    ],
+)
+def test_a_variable_that_is_no_setting_is_named_with_the_nearest(name: str, text: str) -> None:
+    (said,) = unknown_variables({name: "1", "HVLIKE_CYCLE_TIME": "1", "PATH": "/", "HVLIKE_EMPTY": ""}).values()
+    assert said.startswith(f"{name} is set, but there is no such setting: ")
+    assert text in said
+
+
+def test_variables_of_horovod_that_mean_nothing_here_are_not_called_misspelt() -> None:
+    """Those of its build stay in the environment of many images."""
+    names = "HOROVOD_GPU_OPERATIONS HOROVOD_WITH_PYTORCH HOROVOD_WITHOUT_GLOO HOROVOD_NCCL_HOME HOROVOD_CUDA_HOME "
+    names += "HOROVOD_SPARK_START_TIMEOUT HOROVOD_BUILD_ARCH_FLAGS HOROVOD_CMAKE HOROVOD_ELASTIC HOROVOD_MPI"
+    assert unknown_variables(dict.fromkeys(names.split(), "1")) == {}

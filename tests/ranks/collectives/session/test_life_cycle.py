@@ -58,7 +58,7 @@ CALLS: dict[str, Callable[[ModuleType], object]] = {
 
 
 def test_nothing_works_while_it_is_stopped(stopped: ModuleType) -> None:
-    text = r"Horovod has not been initialized; use hvd\.init\(\)\."
+    text = r"^hvlike: Horovod has not been initialized; use hvd\.init\(\)\."
     for question in (*QUESTIONS, "mpi_threads_supported"):
         with pytest.raises(ValueError, match=text):
             getattr(stopped, question)()
