@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from hvlike.names import *  # noqa: F403
     from hvlike.names import __version__ as __version__
 else:
-    _later = ("autograd", "checkpoint", "elastic", "horovod", "nn", "optim", "rpc")
+    _later = ("autograd", "checkpoint", "elastic", "errors", "horovod", "integrations", "nn", "optim", "rpc")
     __getattr__, __dir__ = at_first_use(
         globals(), *_later, others="hvlike.names", progress="hvlike.training.progress", run="hvlike.launch.run"
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -32,11 +33,14 @@ def at_first_use(
                 if each not in names and hasattr(module, each):
                     names[each] = getattr(module, each)
         if name not in names:
-            raise AttributeError(f"module {names['__name__']!r} has no attribute {name!r}", name=name)
+            text = f"module {names['__name__']!r} has no attribute {name!r}"
+            raise AttributeError(text, name=name, obj=sys.modules[names["__name__"]])
         return names[name]
 
     def list_names() -> list[str]:
-        return sorted({*names, *modules, *places, *load("__all__")})
+        # Not what the package itself imports.
+        special = [name for name in names if name.startswith("__")]
+        return sorted({*special, *modules, *places, *load("__all__")})
 
     return load, list_names
 

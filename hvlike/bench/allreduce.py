@@ -19,7 +19,19 @@ from hvlike.bench.harness.benchmark import add_bare_and_device, add_common, choi
 from hvlike.bench.harness.comparison import Ratio, Summary, compare, ratios_of, with_samples
 from hvlike.bench.harness.report import Bars, Curves, format_size, parse_sizes, publish, ratio_cell, table, with_spread
 from hvlike.bench.peers import Peers, peers
-from hvlike.bench.reducers import BARE, DTYPES, EXCHANGE, MPI, OURS, RATIOS, SHARED, BareLoop, Case, contestants
+from hvlike.bench.reducers import (
+    BARE,
+    DTYPES,
+    EXCHANGE,
+    EXCHANGE_MEANS,
+    MPI,
+    OURS,
+    RATIOS,
+    SHARED,
+    BareLoop,
+    Case,
+    contestants,
+)
 from hvlike.errors import UsageError
 
 PURPOSE = "hvlike.allreduce_ beside MPI, gloo, Horovod and floors of memory"
@@ -64,8 +76,9 @@ def as_text(conditions: dict[str, Any], results: Sequence[Result]) -> str:
         f"Times: median over repetitions of the slowest rank, {conditions['caches']} caches [interquartile range].\n"
         "Ratios: of medians [quartiles of the ratios within one repetition]. A pass reads and writes every byte once,\n"
         "in place; memcpy into other memory; both on all ranks at once. shared: the tensor is from hvlike.empty_shared."
-        f"\n{EXCHANGE}, across nodes: each rank sends its share of the bytes to another node and gets as many; no sum."
     )
+    if any(EXCHANGE in result.seconds for result in results):
+        foot += f"\n{EXCHANGE_MEANS}"
     if any(result.dtype in ("float16", "bfloat16") for result in results):
         foot += f"\n{MPI} adds no 16-bit floats: it reduces the same values in float32."
     return "\n".join(["\n\n".join([*parts, foot]), *conditions["left_out"]])

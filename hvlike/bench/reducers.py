@@ -47,6 +47,9 @@ _STARTS = range(_WORDS_BYTES, _WORDS_BYTES + SLOTS * _CHUNK_BYTES, _CHUNK_BYTES)
 _MOST_POLLS = 1 << 28  # These take minutes: then the other rank has left
 OURS, SHARED, MPI, GLOO, NCCL, HOROVOD = "hvlike", "empty_shared", "MPI_Allreduce", "gloo", "NCCL", "Horovod"
 EXCHANGE = "raw exchange"
+EXCHANGE_MEANS = (
+    f"{EXCHANGE}, across nodes: each rank sends its share of the bytes to another node and gets as many; no sum."
+)
 FLOOR, SHARED_FLOOR, COPY = "read-write pass", "pass, shared", "memcpy"
 # Above 1 where others come first: hvlike is faster; where hvlike comes first: how far it is from the floor.
 RATIOS = {

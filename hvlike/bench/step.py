@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import random
 import statistics
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -16,7 +17,7 @@ from hvlike.bench.harness.comparison import Contestant, Summary, compare, with_s
 from hvlike.bench.harness.raw_mpi import RawMpi
 from hvlike.bench.harness.report import NO_BAR, Bars, format_size, publish, table, with_spread
 from hvlike.bench.peers import Peers, peers
-from hvlike.bench.reducers import EXCHANGE, BareLoop
+from hvlike.bench.reducers import EXCHANGE, EXCHANGE_MEANS, BareLoop
 from hvlike.bench.trainers import ALONE, DEFAULT, OURS, WORKLOADS, Trainer, Workload, contestants, expected_gradients
 
 PURPOSE = "a training step beside torch's DDP, Horovod and no communication"
@@ -41,17 +42,25 @@ class OverheadRatio:
 
 
 def overhead_ratio(ours: Sequence[float], theirs: Sequence[float], seed: int = 0) -> OverheadRatio | None:
-    """Return the ratio of the medians; None where theirs is not above zero. The same are drawn for both sides of it."""
+    """Return the ratio of the medians; None where theirs is not clearly above zero: nothing can be said then.
+
+    The same repetitions are drawn for both sides of it.
+    """
     if statistics.median(theirs) <= 0:
         return None
     draw = random.Random(seed)
     count = len(ours)
     found = []
+    unclear = 0
     for _ in range(_RESAMPLES):
         chosen = [draw.randrange(count) for _ in range(count)]
         below = statistics.median(theirs[index] for index in chosen)
         if below > 0:
             found.append(statistics.median(ours[index] for index in chosen) / below)
+        else:
+            unclear += 1
+    if unclear > _TAIL * _RESAMPLES:
+        return None
     found.sort()
     value = statistics.median(ours) / statistics.median(theirs)
     low, high = found[int(_TAIL * len(found))], found[int((1 - _TAIL) * len(found))]
@@ -106,9 +115,10 @@ def as_text(conditions: dict[str, Any], results: list[Result]) -> str:
     foot = (
         "step: median over repetitions of the slowest rank [interquartile range]; n: repetitions x steps in each.\n"
         "overhead: step minus the step without communication in the same repetition, median [quartiles].\n"
-        "hvlike / it: ratio of the median overheads [90 % interval by resampling repetitions].\n"
-        f"{EXCHANGE}, across nodes: each rank sends its share of the bytes to another node and gets as many; no sum."
+        "hvlike / it: ratio of the median overheads [90 % interval by resampling repetitions]."
     )
+    if any(EXCHANGE in result.seconds for result in results):
+        foot += f"\n{EXCHANGE_MEANS}"
     return "\n".join(["\n\n".join([*parts, foot]), *conditions["left_out"]])
 
 
@@ -157,6 +167,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
+    hvlike.init()
+    if hvlike.size() == 1 and options.device == "cpu":
+        text = "bench step measures what communication adds to a step, and one rank does not communicate."
+        print(f"{text} Start two or more: mpirun -n 2 python -m hvlike bench step", file=sys.stderr)
+        return 2
     with peers(options.no_ddp, options.no_horovod, options.device) as there:
         bare = BareLoop() if options.bare else None
         results = [measure(replace(each, device=there.device), there, options, bare) for each in options.models]

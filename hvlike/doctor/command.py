@@ -132,12 +132,12 @@ def _wrap(text: str, first: str, others: str) -> list[str]:
 
 def as_json(case: Case, findings: Findings) -> str:
     """Return one object: version, ranks, nodes, ok, and the checks in their order."""
-    rungs = [
-        {"rung": name, "verdict": each.verdict.value, "found": each.found, "advice": each.advice}
+    checks = [
+        {"check": name, "verdict": each.verdict.value, "found": each.found, "advice": each.advice}
         for name, each in findings.items()
     ]
     head = {"hvlike": hvlike.__version__, "ranks": len(case.ranks), "nodes": len(case.nodes)}
-    return json.dumps({**head, "ok": not has_failed(findings), "rungs": rungs}, indent=1)
+    return json.dumps({**head, "ok": not has_failed(findings), "checks": checks}, indent=1)
 
 
 def in_one_line(where: str, findings: Findings) -> str:

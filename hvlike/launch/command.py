@@ -54,7 +54,10 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--checkpoint", metavar="DIR", help="on a disk of this host and of rank 0's")
     parser.add_argument("--grace", type=float, default=60.0, metavar="S", help="seconds to reach a commit (60)")
     split = arguments.index("--") if "--" in arguments else len(arguments)
-    options = parser.parse_args(arguments[:split])
+    options, unknown = parser.parse_known_args(arguments[:split])
+    if unknown:
+        before = f": put -- before the command, as in: python -m hvlike launch -- {' '.join(unknown)}"
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}{'' if '--' in arguments else before}")
     command = arguments[split + 1 :]
     if not command:
         parser.error("the command is missing: python -m hvlike launch --checkpoint DIR -- mpirun -n 4 python train.py")

@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any, TextIO, TypeVar
 
-from hvlike.errors import LaunchError, UsageError
+from hvlike.errors import LaunchError, UsageError, WrongTypeError
 from hvlike.launch.attempt import Attempt
 from hvlike.launch.job_folder import RANK_PROGRAM, first_failure, raise_again, result_of, write_call
 from hvlike.observe import printing
@@ -120,7 +120,7 @@ def run(
 def _checked_ranks(func: object, np: int | None, num_proc: int | None, hosts: object, hostfile: object) -> int:
     """Return the number of ranks. Raises: UsageError for wrong arguments of run."""
     if not callable(func):
-        raise UsageError(f"run expects a function, got {type(func).__name__}.")
+        raise WrongTypeError(f"run expects a function, got {type(func).__name__}.")
     if np is not None and num_proc is not None:
         raise UsageError("run: np and num_proc are two names of one argument. Pass one of them.")
     given = num_proc if np is None else np

@@ -20,6 +20,7 @@ from operator import itemgetter
 from pathlib import Path
 from statistics import NormalDist
 from typing import NamedTuple
+from weakref import WeakSet
 
 import numpy as np
 import torch
@@ -27,12 +28,14 @@ from numpy.typing import NDArray
 
 from hvlike.backends.arithmetic.reduce_op import ReduceOp
 from hvlike.collectives.api.allreduce import allreduce
+from hvlike.collectives.controller.controller import Controller
 from hvlike.collectives.requests.plan import BucketSizes
 from hvlike.collectives.requests.process_set import ProcessSet
 from hvlike.collectives.session.context import current
 from hvlike.config import Config
 from hvlike.observe import printing
 from hvlike.training.gradients.planned_reducer import PlannedReducer
+from hvlike.training.gradients.reduction import DISTRIBUTED_OPTIMIZER
 
 _log = logging.getLogger("hvlike")
 
@@ -252,9 +255,6 @@ def _write(knob: str, path: str, text: str, mode: str) -> str | None:
     return path
 
 
-FIRST_NAME = "DistributedOptimizer.noname.0"  # The name of the first optimizer that reduces in a process set
-
-
 class Tuner:
     """One search, from the first sample to the setting that stays."""
 
@@ -317,9 +317,14 @@ class Tuner:
         return allreduce(values, op=ReduceOp.MAX, name=name, process_set=self._process_set)
 
 
+_tuned: WeakSet[Controller] = WeakSet()  # Of process sets whose first optimizer is tuned
+
+
 def tune(tuner: Tuner | None, reducer: PlannedReducer, name: str, process_set: ProcessSet | None) -> Tuner | None:
     """Return the tuner for a new reducer, for the first optimizer of a set alone: several would measure each other."""
-    if tuner is None and name == FIRST_NAME:
+    controller = current().find_set(process_set, "Autotune").controller
+    if tuner is None and name.startswith(DISTRIBUTED_OPTIMIZER) and controller not in _tuned:
+        _tuned.add(controller)
         return Tuner(reducer, name, process_set, current().knobs)
     if tuner is not None:
         tuner.attach(reducer)

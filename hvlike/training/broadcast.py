@@ -26,7 +26,7 @@ from hvlike.collectives.compression import StatefulCompressor
 from hvlike.collectives.requests.process_set import ProcessSet
 from hvlike.collectives.requests.request import check_tensors, check_writable, synchronize
 from hvlike.collectives.session.basics import rank
-from hvlike.errors import MismatchError, ShapeMismatchError, UsageError
+from hvlike.errors import MismatchError, ShapeMismatchError, UsageError, WrongTypeError
 from hvlike.training.gradients.checksums import is_plain
 from hvlike.training.gradients.optimizer_wrapper import DelegatingOptimizer
 from hvlike.transport.memory.own_memory import check_memory, check_stand_in
@@ -175,7 +175,9 @@ def broadcast_optimizer_state(
         memory = optimizer.memory_to_replace("broadcast_optimizer_state")
         optimizer = optimizer.wrapped
     if not isinstance(optimizer, Optimizer):
-        raise UsageError(f"broadcast_optimizer_state expects a torch.optim.Optimizer, got {type(optimizer).__name__}.")
+        raise WrongTypeError(
+            f"broadcast_optimizer_state expects a torch.optim.Optimizer, got {type(optimizer).__name__}."
+        )
     groups = optimizer.param_groups
     parameters = [parameter for group in groups for parameter in group["params"]]
     layout = {
@@ -228,9 +230,9 @@ def _memory_for(forms: Sequence[TensorForm], parameters: Sequence[Tensor]) -> li
 def named_tensors(params: object) -> dict[str, Tensor]:
     """Return the tensors by name or place. Raises UsageError for what broadcast_parameters does not accept."""
     if isinstance(params, nn.Module):
-        raise UsageError("broadcast_parameters expects tensors, got a module. Pass model.state_dict().")
+        raise WrongTypeError("broadcast_parameters expects tensors, got a module. Pass model.state_dict().")
     if isinstance(params, Tensor) or not isinstance(params, Iterable):
-        raise UsageError(
+        raise WrongTypeError(
             f"invalid params of type: {type(params).__name__}. broadcast_parameters expects a state dict, or an "
             "iterable of tensors or of (name, tensor)."
         )
@@ -241,7 +243,7 @@ def named_tensors(params: object) -> dict[str, Tensor]:
         if value is None:
             continue
         if not isinstance(value, Tensor):
-            raise UsageError(
+            raise WrongTypeError(
                 f"broadcast_parameters: the value of {name!r} is not a tensor but of type {type(value).__name__}, "
                 "which cannot be changed in place. Leave it out, send it with hvlike.broadcast_object and load it "
                 "yourself."

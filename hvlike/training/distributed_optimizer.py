@@ -18,7 +18,7 @@ from hvlike.collectives.api.objects import broadcast_object
 from hvlike.collectives.compression import Compression, CompressorLike
 from hvlike.collectives.requests.process_set import ProcessSet, global_process_set
 from hvlike.collectives.session.context import current
-from hvlike.errors import UsageError
+from hvlike.errors import UsageError, WrongTypeError
 from hvlike.training.broadcast import broadcast_optimizer_state, broadcast_tensors, named_tensors
 from hvlike.training.gradients import usage_errors
 from hvlike.training.gradients.adasum_deltas import AdasumDeltas
@@ -126,7 +126,9 @@ class DistributedOptimizer(DelegatingOptimizer, BuiltInJoinable):
     ) -> None:
         current()
         if not isinstance(optimizer, Optimizer):
-            raise UsageError(f"DistributedOptimizer expects a torch.optim.Optimizer, got {type(optimizer).__name__}.")
+            raise WrongTypeError(
+                f"DistributedOptimizer expects a torch.optim.Optimizer, got {type(optimizer).__name__}."
+            )
         if isinstance(optimizer, DistributedOptimizer):
             raise UsageError("DistributedOptimizer was given an optimizer that is distributed already. Wrap it once.")
         names: dict[Tensor, str] = {}
@@ -418,7 +420,7 @@ def clip_grad_norm_(
     if isinstance(optimizer, ZeroRedundancyOptimizer):
         return optimizer._clip_grad_norm(max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
     if not isinstance(optimizer, DistributedOptimizer):
-        raise UsageError(
+        raise WrongTypeError(
             "hvlike.clip_grad_norm_ expects the optimizer that hvd.DistributedOptimizer returned, got "
             f"{type(optimizer).__name__}. For one that is not distributed use torch.nn.utils.clip_grad_norm_."
         )

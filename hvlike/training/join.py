@@ -28,7 +28,14 @@ from hvlike.collectives.requests.join_protocol import (
 from hvlike.collectives.requests.process_set import ProcessSet, global_process_set
 from hvlike.collectives.requests.request import Handle, RequestKey
 from hvlike.collectives.session.context import current
-from hvlike.errors import HorovodInternalError, InputsExhaustedError, JoinError, NotJoinableError, UsageError
+from hvlike.errors import (
+    HorovodInternalError,
+    InputsExhaustedError,
+    JoinError,
+    NotJoinableError,
+    UsageError,
+    WrongTypeError,
+)
 from hvlike.training.gradients.reduction import ranks_of_group
 from hvlike.training.gradients.usage_errors import warn_user
 from hvlike.training.joinable import BuiltInHook, Joinable, JoinConfig
@@ -87,7 +94,7 @@ class Join:
             raise UsageError("The join context manager requires at least one joinable")
         for joinable in self._joinables:
             if not isinstance(joinable, Joinable):
-                raise UsageError(f"Join expects instances of hvlike.join.Joinable, got {type(joinable).__name__}.")
+                raise WrongTypeError(f"Join expects instances of hvlike.join.Joinable, got {type(joinable).__name__}.")
         if len({id(joinable) for joinable in self._joinables}) < len(self._joinables):
             raise UsageError("Join was given the same joinable twice. List each once.")
         self._process_set = _common_process_set(self._joinables)

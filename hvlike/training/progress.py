@@ -19,7 +19,7 @@ from torch import Tensor
 
 from hvlike.collectives.api.statistics import metrics_of
 from hvlike.collectives.session.context import current, is_running
-from hvlike.errors import UsageError
+from hvlike.errors import UsageError, WrongTypeError
 from hvlike.observe import printing
 from hvlike.observe.looking import only_looks
 from hvlike.transport.host.parents import columns_of_terminal
@@ -196,7 +196,7 @@ def progress(
     Source: tqdm.tqdm.
     """
     if iterable is not None and not hasattr(iterable, "__iter__"):
-        raise UsageError(f"progress expects something to iterate over, got {type(iterable).__name__}.")
+        raise WrongTypeError(f"progress expects something to iterate over, got {type(iterable).__name__}.")
     rank = current().world.rank
     bar = None if rank or disable else _bar(iterable, desc, total, force=disable is False, options=options)
     return Progress(() if iterable is None else iterable, desc or "", bar)

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, cast
 
-from hvlike.errors import LaunchError, UsageError
+from hvlike.errors import LaunchError, UsageError, WrongTypeError
 from hvlike.transport.failure import fault_tolerance, guard
 from hvlike.transport.failure.fault_tolerance import Job
 from hvlike.transport.failure.fault_tolerant_comm import failed_ranks
@@ -194,7 +194,7 @@ def _check_comm(mpi: ModuleType, comm: object) -> MPI.Intracomm | tuple[int, ...
             )
         return cast("MPI.Intracomm", comm)
     if not isinstance(comm, Sequence) or isinstance(comm, (str, bytes)):
-        raise UsageError(f"{_INVALID_COMM} Got {type(comm).__name__}.")
+        raise WrongTypeError(f"{_INVALID_COMM} Got {type(comm).__name__}.")
     try:
         ranks = tuple(operator.index(rank) for rank in comm)
     except TypeError as error:

@@ -7,7 +7,7 @@ from typing import TypeAlias
 
 import torch
 
-from hvlike.errors import UsageError
+from hvlike.errors import UsageError, WrongTypeError
 from hvlike.transport.memory.dtypes import Kind, dtype_name, element_of
 
 
@@ -65,7 +65,8 @@ def reduce_op(value: int) -> ReduceOp:
         return ReduceOp(value)
     except ValueError:
         known = ", ".join(f"{op_name(op)} ({op.value})" for op in ReduceOp)
-        raise UsageError(f"op {value!r} is not a reduction; expected one of: {known}.") from None
+        kind = UsageError if isinstance(value, int) else WrongTypeError
+        raise kind(f"op {value!r} is not a reduction; expected one of: {known}.") from None
 
 
 def check_supported(op: AnyOp, dtype: torch.dtype) -> None:

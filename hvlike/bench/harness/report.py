@@ -79,6 +79,9 @@ def ratio_bars(results: Sequence[Any], pairs: Iterable[str]) -> dict[str, list[S
     return {pair: [each.bar if each else NO_BAR for each in ratios] for pair, ratios in found.items()}
 
 
+_HIGHEST_SPREAD = 2.0  # How many times as high as the highest bar its spread may make a panel
+
+
 @dataclass(frozen=True)
 class Bars:
     """Groups of bars: one value for each group in each series, a Summary with its quartiles; NaN leaves a gap."""
@@ -118,6 +121,10 @@ class Bars:
             axes.set_yscale("log")
             axes.yaxis.set_major_formatter("{x:g}")
             axes.yaxis.set_minor_formatter("")
+        highest = [height for name in self.heights for height in self.heights[name] if height > 0]
+        if highest and not self.logarithmic and axes.get_ylim()[1] > _HIGHEST_SPREAD * max(highest):
+            # One noisy value with a wide spread would hide all bars.
+            axes.set_ylim(top=_HIGHEST_SPREAD * max(highest))
         if self.line is not None:
             axes.axhline(self.line, color="black", linewidth=0.8)
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from hvlike.backends.arithmetic.reduce_op import ReduceOp, op_name, reduce_op
+from hvlike.backends.arithmetic.reduce_op import op_name
 from hvlike.collectives.api.gradients import (
     Incoming,
     allreduce_gradient,
@@ -23,7 +23,7 @@ from hvlike.collectives.api.gradients import (
 from hvlike.collectives.compression import Compression, CompressorLike, check_compressor
 from hvlike.collectives.controller.inline_calls import inline_allreduces
 from hvlike.collectives.requests.process_set import ProcessSet
-from hvlike.collectives.requests.reduction import Average, Max, Min, Product, Reduction, Sum
+from hvlike.collectives.requests.reduction import Average, Max, Min, Product, Reduction, Sum, reduction_of
 from hvlike.collectives.requests.request import (
     Handle,
     Request,
@@ -346,8 +346,7 @@ def _begin(
         op = Average if average else Sum
     elif op is None:
         op = Average
-    chosen = op if type(op) is ReduceOp else reduce_op(op)
-    return call, Reduction(chosen, float(prescale_factor), float(postscale_factor))
+    return call, reduction_of(op, prescale_factor, postscale_factor)
 
 
 def _start(

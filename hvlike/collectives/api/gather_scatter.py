@@ -18,11 +18,11 @@ from typing import Any
 
 import torch
 
-from hvlike.backends.arithmetic.reduce_op import op_name, reduce_op
+from hvlike.backends.arithmetic.reduce_op import op_name
 from hvlike.collectives.api.gradients import Incoming, differentiable, follows_horovod
 from hvlike.collectives.compression import Compression, CompressorLike, check_compressor
 from hvlike.collectives.requests.process_set import ProcessSet
-from hvlike.collectives.requests.reduction import Adasum, Average, Reduction, Sum
+from hvlike.collectives.requests.reduction import Adasum, Average, Reduction, Sum, reduction_of
 from hvlike.collectives.requests.request import (
     Handle,
     Request,
@@ -165,7 +165,7 @@ def reducescatter(
     compressor = check_compressor(compression)
     check_before_compression("reducescatter", call.name, [tensor])
     compressed, context = compressor.compress(tensor)
-    (reduced,) = reduce_rows(call, [compressed], _reduction(op, prescale_factor, postscale_factor))
+    (reduced,) = reduce_rows(call, [compressed], reduction_of(op, prescale_factor, postscale_factor))
     return compressor.decompress(reduced, context)
 
 
@@ -194,7 +194,7 @@ def reducescatter_async(
         UsageError: At once, as `reducescatter`. All other errors of `reducescatter` come from `synchronize`.
     """
     call = begin("reducescatter", name, process_set)
-    return start_reduce(call, [tensor], _reduction(op, prescale_factor, postscale_factor))
+    return start_reduce(call, [tensor], reduction_of(op, prescale_factor, postscale_factor))
 
 
 def grouped_reducescatter(
@@ -232,7 +232,7 @@ def grouped_reducescatter(
     given = listed("grouped_reducescatter", tensors)
     check_before_compression("grouped_reducescatter", call.name, given)
     pairs = [compressor.compress(tensor) for tensor in given]
-    reduction = _reduction(op, prescale_factor, postscale_factor)
+    reduction = reduction_of(op, prescale_factor, postscale_factor)
     reduced = reduce_rows(call, [pair[0] for pair in pairs], reduction)
     return [compressor.decompress(each, context) for each, (_, context) in zip(reduced, pairs, strict=True)]
 
@@ -263,7 +263,7 @@ def grouped_reducescatter_async(
     """
     call = begin("grouped_reducescatter", name, process_set)
     return start_reduce(
-        call, listed("grouped_reducescatter", tensors), _reduction(op, prescale_factor, postscale_factor)
+        call, listed("grouped_reducescatter", tensors), reduction_of(op, prescale_factor, postscale_factor)
     )
 
 
@@ -377,7 +377,3 @@ def reduce_rows(
 
 def _like(call: Call, kind: str) -> str:
     return f"grouped_{kind}" if call.what.startswith("grouped_") else kind
-
-
-def _reduction(op: int, prescale_factor: float, postscale_factor: float) -> Reduction:
-    return Reduction(reduce_op(op), float(prescale_factor), float(postscale_factor))

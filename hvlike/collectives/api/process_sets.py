@@ -10,7 +10,7 @@ from hvlike.collectives.requests.process_set import ProcessSet, global_process_s
 from hvlike.collectives.requests.request import RequestSpec, synchronize
 from hvlike.collectives.session.context import current
 from hvlike.collectives.session.process_set_state import ranks_of, what_is_wrong
-from hvlike.errors import UsageError
+from hvlike.errors import UsageError, WrongTypeError
 from hvlike.transport.loop.coroutine import Coroutine
 
 KIND = "process_set"
@@ -78,7 +78,7 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     """
     registry = current().registry
     if not isinstance(process_set, ProcessSet):
-        raise UsageError(f"remove_process_set: expected a ProcessSet, got {type(process_set).__name__}.")
+        raise WrongTypeError(f"remove_process_set: expected a ProcessSet, got {type(process_set).__name__}.")
     possible = process_set is not global_process_set and registry.is_registered(process_set)
     _agree("remove", (tuple(process_set.ranks or ()), possible), lambda: registry.dismiss(process_set))
     return possible

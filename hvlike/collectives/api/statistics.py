@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 
 from hvlike.collectives.persistent.schedule import PLANNED
 from hvlike.collectives.session.context import Context, current
-from hvlike.errors import UsageError
+from hvlike.errors import WrongTypeError
 from hvlike.observe.counters import Means, Moved, Sums, Waits
 from hvlike.transport.messages.traffic import Sent, Topic
 
@@ -156,7 +156,7 @@ def start_timeline(file_path: str | os.PathLike[str], mark_cycles: bool = False)
     """
     context = current()
     if not isinstance(file_path, (str, os.PathLike)):
-        raise UsageError(f"start_timeline: expected the path of a file, got {type(file_path).__name__}.")
+        raise WrongTypeError(f"start_timeline: expected the path of a file, got {type(file_path).__name__}.")
     limit = context.knobs.timeline_max_bytes
     context.fabric.recorder.start(os.fspath(file_path), mark_cycles=bool(mark_cycles), max_bytes=limit)
 

@@ -16,7 +16,7 @@ from hvlike.collectives.compression.compressor import (
 )
 from hvlike.collectives.compression.power_sgd import PowerSGD
 from hvlike.collectives.compression.top_k import TopK
-from hvlike.errors import UsageError
+from hvlike.errors import UsageError, WrongTypeError
 
 
 class Compression:
@@ -43,7 +43,7 @@ def check_compressor(compression: object) -> CompressorLike:
         )
     if isinstance(compression, (Compressor, CompressorLike)):
         return compression
-    raise UsageError(
+    raise WrongTypeError(
         f"compression must have the methods compress(tensor) -> (tensor, ctx) and decompress(tensor, ctx), like "
         f"hvlike.Compression.none, .fp16 and .bf16; got {compression!r}."
     )

@@ -167,8 +167,8 @@ class StallInspector:
             logger.warning("%s\n%s", HEAD.format(seconds=report), text)
         if shutdown and any(overdue[key] >= shutdown for key in found):
             return StalledError(
-                f"hvlike: Horovod has been shut down: operations have waited for other ranks for more than {shutdown:g} s "
-                f"(HVLIKE_STALL_SHUTDOWN_TIME_SECONDS).\n{text}"
+                "hvlike: Horovod has been shut down: operations have waited for other ranks for more than "
+                f"{shutdown:g} s (HVLIKE_STALL_SHUTDOWN_TIME_SECONDS).\n{text}"
             )
         return None
 

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import torch
 
 from hvlike.backends.arithmetic.arithmetic import Arithmetic
-from hvlike.backends.arithmetic.reduce_op import AnyOp, ReduceOp, op_name
+from hvlike.backends.arithmetic.reduce_op import AnyOp, ReduceOp, op_name, reduce_op
 from hvlike.backends.base import Backend, PreparedReduction
-from hvlike.errors import UnsupportedOpError, UsageError
+from hvlike.errors import UnsupportedOpError, UsageError, WrongTypeError
 from hvlike.transport.loop.coroutine import Coroutine
 from hvlike.transport.memory.dtypes import dtype_name
 
@@ -114,6 +114,16 @@ class Reduction(NamedTuple):
     op: AnyOp  # result = postscale * op over ranks of (prescale * tensor)
     prescale: float
     postscale: float
+
+
+def reduction_of(op: int, prescale_factor: float, postscale_factor: float) -> Reduction:
+    """What a caller asks for. Raises: UsageError."""
+    chosen = op if type(op) is ReduceOp else reduce_op(op)
+    try:
+        return Reduction(chosen, float(prescale_factor), float(postscale_factor))
+    except (TypeError, ValueError, RuntimeError):
+        given = f"prescale_factor={prescale_factor!r}, postscale_factor={postscale_factor!r}"
+        raise WrongTypeError(f"prescale_factor and postscale_factor: expected numbers, got {given}.") from None
 
 
 @lru_cache(maxsize=256)

@@ -11,7 +11,7 @@ import itertools
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import CodeType
@@ -22,7 +22,7 @@ import torch
 from hvlike.backends.cuda.runtime import Event
 from hvlike.backends.op_queue import Job
 from hvlike.collectives.requests.reduction import Reduction, check_reduction, is_dense
-from hvlike.errors import UnknownHandleError, UsageError, WaitTimeoutError
+from hvlike.errors import UnknownHandleError, UsageError, WaitTimeoutError, WrongTypeError
 from hvlike.transport.memory.dtypes import dtype_name, element_of
 from hvlike.transport.memory.own_memory import check_memory, check_stand_in, has_memory, stand_in
 
@@ -304,7 +304,7 @@ def check_tensors(kind: str, name: str, tensors: Sequence[Any]) -> None:
     for index, tensor in enumerate(tensors):
         which = repr(name) if len(tensors) == 1 else f"{name!r} (tensor {index})"
         if not isinstance(tensor, torch.Tensor):
-            raise UsageError(f"{kind} {which}: expected a torch.Tensor, got {type(tensor).__name__}.")
+            raise WrongTypeError(f"{kind} {which}: expected a torch.Tensor, got {type(tensor).__name__}.")
         check_stand_in(f"{kind} {which}", tensor)
         if tensor.layout is not torch.strided:
             raise UsageError(
@@ -334,6 +334,8 @@ def check_writable(kind: str, name: str, tensors: Sequence[torch.Tensor]) -> Non
 
 def listed(what: str, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """The tensors of a grouped call, at least one."""
+    if not isinstance(tensors, Iterable):
+        raise WrongTypeError(f"{what}: expected a list of tensors, got {type(tensors).__name__}.")
     found = list(tensors)
     if not found:
         raise UsageError(f"{what}: expected at least one tensor, got an empty list.")

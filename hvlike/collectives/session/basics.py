@@ -10,7 +10,7 @@ import torch
 
 from hvlike.collectives.requests.process_set import ProcessSet
 from hvlike.collectives.session import context
-from hvlike.errors import LaunchError, UsageError
+from hvlike.errors import LaunchError, UsageError, WrongTypeError
 from hvlike.untraced import traced
 
 
@@ -45,7 +45,7 @@ def init(
         sets = list(process_sets)
         for each in sets:
             if not isinstance(each, ProcessSet):
-                raise UsageError(f"init: process_sets expects ProcessSet objects, got {type(each).__name__}.")
+                raise WrongTypeError(f"init: process_sets expects ProcessSet objects, got {type(each).__name__}.")
     context.start_context(comm, sets, gradients)
 
 

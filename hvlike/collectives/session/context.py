@@ -28,6 +28,7 @@ from hvlike.errors import (
     RestartError,
     ShutdownError,
     UsageError,
+    WrongTypeError,
 )
 from hvlike.transport.fabric import Fabric
 from hvlike.transport.failure.exit_status import keep_record
@@ -254,14 +255,16 @@ class Context:
         different = [rank for rank, other in enumerate(everybody) if other != everybody[0]]
         if different:
             raise UsageError(
-                f"hvlike: Horovod initialization failed: rank 0 passed process_sets={everybody[0]}, rank {different[0]} passed "
-                f"{everybody[different[0]]}. Pass the same process sets in the same order on every rank."
+                f"hvlike: Horovod initialization failed: rank 0 passed process_sets={everybody[0]}, rank "
+                f"{different[0]} passed {everybody[different[0]]}. Pass the same process sets in the same "
+                "order on every rank."
             )
         for number, ranks in enumerate(everybody[0]):
             reason = what_is_wrong(ranks, seen, self.world.size)
             if reason is not None:
                 raise UsageError(
-                    f"hvlike: Horovod could not be initialized because process_sets entry number {number} cannot be: {reason}"
+                    "hvlike: Horovod could not be initialized because process_sets entry number "
+                    f"{number} cannot be: {reason}"
                 )
             seen.append(ranks)
 
@@ -336,7 +339,12 @@ def begin(what: str, name: str | None, process_set: ProcessSet | None) -> Call:
         set_state = current().find_set(process_set, what.capitalize())
     else:
         set_state = context.registry.set_states[0]
-    full_name = set_state.controller.names.next(what) if name is None else str(name)
+    if name is None:
+        full_name = set_state.controller.names.next(what)
+    elif isinstance(name, str):
+        full_name = str(name)
+    else:
+        raise WrongTypeError(f"{what}: name has to be a string, got {name!r}.")
     return Call(what, set_state, full_name, process_set, name)
 
 

@@ -23,7 +23,7 @@ from hvlike.collectives.requests.message_table import name_ranks
 from hvlike.collectives.requests.process_set import FIRST_PRIVATE_SET, ProcessSet, global_process_set
 from hvlike.collectives.session.joined_proxy import JoinContexts, JoinedProxies
 from hvlike.config import Config
-from hvlike.errors import HorovodInternalError, ShutdownError, UsageError
+from hvlike.errors import HorovodInternalError, ShutdownError, UsageError, WrongTypeError
 from hvlike.transport.fabric import Fabric
 from hvlike.transport.loop.coroutine import Coroutine
 from hvlike.transport.messages.traffic import Topic
@@ -129,7 +129,7 @@ class Registry:
         if process_set is None or process_set is global_process_set:
             return self.set_states[0]
         if not isinstance(process_set, ProcessSet):
-            raise UsageError(f"{what}: expected a ProcessSet, got {type(process_set).__name__}.")
+            raise WrongTypeError(f"{what}: expected a ProcessSet, got {type(process_set).__name__}.")
         if not self.is_registered(process_set):
             raise UsageError(
                 f"{what}: Process set provided does not exist, or has not been registered: {process_set}. Pass it to "

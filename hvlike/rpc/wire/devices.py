@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from hvlike.backends.cuda.runtime import runtime_of
-from hvlike.errors import RpcError, UsageError
+from hvlike.errors import RpcError, UsageError, WrongTypeError
 
 DeviceMap: TypeAlias = dict[torch.device, torch.device]  # Devices of the sender -> devices of the receiver, one to one
 
@@ -47,7 +47,7 @@ def device_of(what: str, given: object) -> torch.device:
 def parse_map(what: str, given: Mapping[Any, Any], before: Mapping[torch.device, torch.device]) -> DeviceMap:
     """Return the map `before` with `given` added. Raises: UsageError that begins with `what` if not one to one."""
     if not isinstance(given, Mapping):
-        raise UsageError(f"{what}: expected a dict from devices here to devices there, got {type(given).__name__}.")
+        raise WrongTypeError(f"{what}: expected a dict from devices here to devices there, got {type(given).__name__}.")
     whole = dict(before)
     for source, target in given.items():
         here, there = device_of(what, source), device_of(what, target)

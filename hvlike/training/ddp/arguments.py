@@ -36,7 +36,7 @@ def parameters_of(module: nn.Module, ignored: set[str]) -> dict[str, Tensor]:
 def check_module(module: object, ignored: set[str]) -> dict[str, Tensor]:
     """Return the parameters. Only for the constructor: a program may freeze all of them later."""
     if not isinstance(module, nn.Module):
-        raise UsageError(f"DistributedDataParallel expects a torch.nn.Module, got {type(module).__name__}.")
+        raise WrongTypeError(f"DistributedDataParallel expects a torch.nn.Module, got {type(module).__name__}.")
     parameters = parameters_of(module, ignored)
     if not any(parameter.requires_grad for parameter in parameters.values()):
         raise DataParallelError(

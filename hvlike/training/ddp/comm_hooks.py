@@ -23,7 +23,7 @@ from hvlike.collectives.requests.process_set import ProcessSet
 from hvlike.collectives.requests.reduction import Average, Max
 from hvlike.collectives.requests.request import Handle
 from hvlike.collectives.session.context import current
-from hvlike.errors import UsageError
+from hvlike.errors import UsageError, WrongTypeError
 from hvlike.training.gradients.grad_state import gradient_dtype
 from hvlike.training.gradients.reduction import ranks_of_group
 from hvlike.transport.memory.dtypes import dtype_name
@@ -322,7 +322,7 @@ def compression_of(state: Any, hook: object) -> CompressorLike | None:
     if hook is powerSGD_hook:
         compressor = getattr(state, "compressor", state)
         if not isinstance(compressor, StatefulCompressor):
-            raise UsageError(f"powerSGD_hook needs a PowerSGDState as its state, got {type(state).__name__}.")
+            raise WrongTypeError(f"powerSGD_hook needs a PowerSGDState as its state, got {type(state).__name__}.")
         return compressor
     return _COMPRESSION.get(hook)
 

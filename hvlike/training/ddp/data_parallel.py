@@ -15,7 +15,7 @@ from hvlike.backends.arithmetic.reduce_op import ReduceOp
 from hvlike.collectives.api.allreduce import allreduce
 from hvlike.collectives.requests.process_set import ProcessSet, global_process_set
 from hvlike.collectives.session.context import current
-from hvlike.errors import DataParallelError, UsageError
+from hvlike.errors import DataParallelError, WrongTypeError
 from hvlike.training.broadcast import broadcast_tensors
 from hvlike.training.ddp.arguments import (
     check_bucket_cap,
@@ -258,7 +258,7 @@ class DistributedDataParallel(nn.Module, BuiltInJoinable):
             DataParallelError: A hook was registered before.
         """
         if not callable(hook):
-            raise UsageError(f"Communication hook must be callable, got {type(hook).__name__}.")
+            raise WrongTypeError(f"Communication hook must be callable, got {type(hook).__name__}.")
         if self._has_hook:
             raise DataParallelError("register_comm_hook or register_builtin_comm_hook can only be called once.")
         compression = compression_of(state, hook)

@@ -91,7 +91,7 @@ class ModuleGradients(Gradients):
 
     def _new_name(self, context: Context) -> str:
         # Of two models of one class all names are the same.
-        return self.reduction.automatic_name(context, self, {}, IN_ONE_THREAD)
+        return self.reduction.automatic_name(context, self, self._inside(), {}, IN_ONE_THREAD)
 
     def set_static_graph(self) -> None:
         if self._pending or self._under_way or self._missing is not None or self.reducer is not None:

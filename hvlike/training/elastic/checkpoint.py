@@ -18,7 +18,7 @@ from hvlike.collectives.api.objects import broadcast_object, describe_error
 from hvlike.collectives.api.outcome import settle
 from hvlike.collectives.session.basics import rank, size
 from hvlike.collectives.session.context import current
-from hvlike.errors import CheckpointError, UsageError
+from hvlike.errors import CheckpointError, UsageError, WrongTypeError
 from hvlike.training.distributed_optimizer import DistributedOptimizer
 from hvlike.training.elastic.checkpoint_files import CheckpointFile, list_files, prune, read, write
 from hvlike.training.elastic.local_parts import unwrapped
@@ -44,7 +44,7 @@ def gather_optimizer_state(optimizer: DistributedOptimizer, root_rank: int = 0) 
         UsageError: optimizer is no DistributedOptimizer.
     """
     if not isinstance(optimizer, DistributedOptimizer):
-        raise UsageError(f"gather_optimizer_state expects a DistributedOptimizer, got {type(optimizer).__name__}.")
+        raise WrongTypeError(f"gather_optimizer_state expects a DistributedOptimizer, got {type(optimizer).__name__}.")
     process_set = optimizer.process_set
     state = optimizer.state_dict()
     memory = state.get("compression")

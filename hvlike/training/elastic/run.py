@@ -39,6 +39,7 @@ from hvlike.errors import (
     RestartError,
     ShutdownError,
     UsageError,
+    WrongTypeError,
 )
 from hvlike.training.elastic.durable import ended, kept, prepare
 from hvlike.training.elastic.state import State
@@ -100,7 +101,7 @@ def run(func: Any = None, *, retries: int = 3) -> Any:
             raise UsageError(f"elastic.run: retries must be a whole number of at least 0, got {retries!r}.")
         return lambda function: _run_with(function, retries)
     if not callable(func):
-        raise UsageError(f"elastic.run decorates a function, got {type(func).__name__}.")
+        raise WrongTypeError(f"elastic.run decorates a function, got {type(func).__name__}.")
     return _run_with(func, retries)
 
 

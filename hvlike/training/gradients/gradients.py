@@ -13,6 +13,7 @@ from operator import attrgetter, is_not
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from torch import Tensor
+from torch.optim import Optimizer
 
 from hvlike.backends.arithmetic.reduce_op import ReduceOp
 from hvlike.collectives.session.context import Context, current
@@ -66,7 +67,15 @@ class Gradients(ReducedParameters):
         self.name = self._new_name(self._context)
 
     def _new_name(self, context: Context) -> str:
-        return self.reduction.automatic_name(context, self, self.given_names, usage_errors.SEVERAL_THREADS)
+        advice = usage_errors.SEVERAL_THREADS
+        return self.reduction.automatic_name(context, self, self._inside(), self.given_names, advice)
+
+    def _inside(self) -> str:
+        """What is wrapped, for names: the class of an optimizer, and its first parameter if that has a name."""
+        kind = type(self._optimizer).__name__ if isinstance(self._optimizer, Optimizer) else ""
+        # Of all: some may be frozen on one rank.
+        first = next(iter(self._all_names().values()), "")
+        return ", ".join(each for each in (kind, "" if first.startswith("noname.") else first) if each)
 
     def arrived(self, slot: GradState) -> None:
         """The hook: backward has finished a gradient. Runs in backward's thread."""

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from hvlike.backends.cuda.runtime import kind_of
 from hvlike.collectives.requests.plan import Options
-from hvlike.errors import UsageError
+from hvlike.errors import UsageError, WrongTypeError
 from hvlike.observe.looking import only_looks
 from hvlike.training.gradients.checksums import is_plain, value_checksums
 from hvlike.training.gradients.planned_reducer import PlannedReducer
@@ -37,12 +37,12 @@ def find_duplicates(names: Iterable[str]) -> list[str]:
 def check_named_parameters(named_parameters: object) -> dict[Tensor, str]:
     """Return the user's names by parameter. A parameter with two names keeps the first."""
     if not isinstance(named_parameters, Iterable) or isinstance(named_parameters, (Mapping, Tensor, str)):
-        raise UsageError(f"{_EXPECTED_NAMES} Got {type(named_parameters).__name__}.")
+        raise WrongTypeError(f"{_EXPECTED_NAMES} Got {type(named_parameters).__name__}.")
     pairs: list[Any] = list(named_parameters)
     for pair in pairs:
         named = isinstance(pair, tuple) and len(pair) == 2
         if not (named and isinstance(pair[0], str) and isinstance(pair[1], Tensor)):
-            raise UsageError(f"{_EXPECTED_NAMES} Got an item of type {type(pair).__name__}.")
+            raise WrongTypeError(f"{_EXPECTED_NAMES} Got an item of type {type(pair).__name__}.")
     names: dict[Tensor, str] = {}
     for name, parameter in pairs:
         names.setdefault(parameter, name)
@@ -97,7 +97,7 @@ def check_groups(groups: object, num_groups: int = 0) -> Groups:
             raise UsageError(f"{_EXPECTED_GROUPS} Got {groups}.")
         return groups or None
     if not isinstance(groups, (list, tuple)) or not all(isinstance(group, (list, tuple)) for group in groups):
-        raise UsageError(f"{_EXPECTED_GROUPS} Got {type(groups).__name__}.")
+        raise WrongTypeError(f"{_EXPECTED_GROUPS} Got {type(groups).__name__}.")
     seen: set[Tensor] = set()
     for number, group in enumerate(groups):
         for parameter in group:

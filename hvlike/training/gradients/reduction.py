@@ -21,7 +21,6 @@ from hvlike.collectives.compression import (
     check_compressor,
 )
 from hvlike.collectives.controller.owner_names import Owner
-from hvlike.collectives.controller.tensor_queue import automatic_name
 from hvlike.collectives.persistent.bucket import ReductionSettings
 from hvlike.collectives.requests.plan import BucketSizes, Entry
 from hvlike.collectives.requests.process_set import ProcessSet, global_process_set
@@ -89,6 +88,9 @@ def registered_set(given: object, owner: str) -> ProcessSet | None:
     return process_set
 
 
+DISTRIBUTED_OPTIMIZER = "DistributedOptimizer"
+
+
 @dataclass(frozen=True)
 class Reduction:
     """The settings; immutable, pickles."""
@@ -99,7 +101,7 @@ class Reduction:
     groups: Groups = None
     sparse_as_dense: bool = False
     process_set: ProcessSet | None = None
-    owner: str = "DistributedOptimizer"  # The class that it belongs to, for names and errors
+    owner: str = DISTRIBUTED_OPTIMIZER  # The class that it belongs to, for names and errors
     bucket_bytes: int | None = None  # How much is reduced together; None: what the settings or hvlike choose
 
     def __post_init__(self) -> None:
@@ -146,16 +148,21 @@ class Reduction:
             names = context.find_set(self.process_set, self.owner).controller.optimizer_names
             names.announce(self._kind(given), owner)
 
-    def automatic_name(self, context: Context, owner: Owner, given: Mapping[Tensor, str], advice: str) -> str:
-        """Optimizers count when they first reduce, in one order everywhere: some ranks make copies for checkpoints.
+    def automatic_name(
+        self, context: Context, owner: Owner, inside: str, given: Mapping[Tensor, str], advice: str
+    ) -> str:
+        """What the ranks match an optimizer by: its class, what it has inside, and a number if there are several such.
 
+        Optimizers count when they first reduce, in one order everywhere: some ranks make copies for checkpoints.
         given: names that the program has given to parameters: by the first one those of several threads are told apart.
         advice: what to do where they are not.
         Raises: UsageError, where the ranks cannot tell them apart.
         """
-        kind = self._kind(given)
-        number = context.find_set(self.process_set, self.owner).controller.optimizer_names.claim(kind, owner, advice)
-        return f"{kind}.{automatic_name(number) if kind == self.owner else number}"
+        kind, names = self._kind(given), context.find_set(self.process_set, self.owner).controller.optimizer_names
+        names.claim(kind, owner, advice)
+        name = f"{self.owner}({inside})" if kind == self.owner else f"{self.owner}({inside}) in a thread"
+        number = names.draw(name)
+        return name if number == 0 else f"{name} #{number + 1}"
 
     def _kind(self, given: Mapping[Tensor, str]) -> str:
         first = next(iter(given.values()), None)

@@ -181,10 +181,10 @@ def _import_mpi() -> ModuleType:
     except ModuleNotFoundError as error:
         if error.name not in ("mpi4py", "mpi4py.MPI"):
             raise
-        raise LaunchError("mpi4py is not installed. Run `pip install mpi4py`. " + INSTALL_HINT) from error
+        raise LaunchError("mpi4py is not installed. Run `pip install mpi4py`. " + INSTALL_HINT) from None
     except (ImportError, RuntimeError) as error:
         reason = "; ".join(str(error).splitlines())
-        raise LaunchError(f"mpi4py found no MPI library it can load ({reason}). {INSTALL_HINT}") from error
+        raise LaunchError(f"mpi4py found no MPI library it can load ({reason}). {INSTALL_HINT}") from None
     return MPI
 
 

@@ -74,8 +74,8 @@ def test_the_report_names_what_waits_where_and_what_the_missing_rank_did_last(re
 
 def test_the_report_covers_planned_steps(reports: Job) -> None:
     step = at("    opt.step()")
-    missing = rf"rank 1, which submitted last step 'DistributedOptimizer.noname.0' at .*{step}, \d+ s ago"
-    report = rf"step 'DistributedOptimizer.noname.0'.*weight.*\n  waits on {both_at(step)}\n  missing: {missing}"
+    missing = rf"rank 1, which submitted last step 'DistributedOptimizer\(\w+, .*weight\)' at .*{step}, \d+ s ago"
+    report = rf"step 'DistributedOptimizer\(.*weight\)'.*weight.*\n  waits on {both_at(step)}\n  missing: {missing}"
     assert re.search(report, reports.stderr), reports.stderr
 
 

@@ -16,7 +16,7 @@ PATIENT = ("--limit", "60")
 
 def verdicts(text: str) -> dict[str, str]:
     """The verdict of each check of a report in JSON."""
-    return {each["rung"]: each["verdict"] for each in json.loads(text)["rungs"]}
+    return {each["check"]: each["verdict"] for each in json.loads(text)["checks"]}
 
 
 def alone(*arguments: str, flags: tuple[str, ...] = (), **environment: str) -> subprocess.CompletedProcess[str]:
@@ -37,7 +37,7 @@ def test_a_healthy_job_passes_and_every_backend_is_timed() -> None:
     said = verdicts(job.stdout)
     for name in ("MPI library", "launcher", "thread level", "hosts", "same software", "model", "hvlike"):
         assert said[name] == "ok", job.stdout
-    (allreduce,) = [each for each in answer["rungs"] if each["rung"] == "allreduce"]
+    (allreduce,) = [each for each in answer["checks"] if each["check"] == "allreduce"]
     backends = [line.split(",")[0] for line in allreduce["found"] if "ranks, " in line]
     assert list(dict.fromkeys(backends)) == ["shared", "network", "hierarchical"]
 

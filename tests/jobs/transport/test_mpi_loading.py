@@ -52,6 +52,8 @@ def test_refused_with_the_way_out(first: str, extra: dict[str, str], text: str) 
     assert done.returncode != 0
     assert "LaunchError" in done.stderr, done.stderr
     assert text in done.stderr, done.stderr
+    # Not below another library's traceback.
+    assert done.stderr.count("Traceback") == 1, done.stderr
 
 
 @pytest.mark.parametrize("first", ACCEPTED)

@@ -92,6 +92,14 @@ def test_bars_show_their_spread() -> None:
     assert axes.get_ylabel() == "ratio (thin line: quartiles)"
 
 
+def test_one_wide_spread_does_not_hide_the_bars() -> None:
+    noisy = Summary(1.5, 0.1, 12_000.0)
+    bars = Bars("ratios", "ratio", ["a"], {"x": [0.2], "y": [noisy]})
+    axes = pytest.importorskip("matplotlib.figure").Figure().add_subplot()
+    bars.draw(axes, {"x": "C0", "y": "C1"})
+    assert axes.get_ylim()[1] <= 4
+
+
 def test_a_summary_in_another_unit() -> None:
     assert Summary(2.0, 1.0, 4.0).each(lambda seconds: 1 / seconds) == Summary(0.5, 0.25, 1.0)
 

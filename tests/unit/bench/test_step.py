@@ -2,7 +2,7 @@
 
 import pytest
 
-from hvlike.bench.step import Result, as_text, panels
+from hvlike.bench.step import Result, as_text, overhead_ratio, panels
 
 # The machine became twice as slow in between; the overhead did so, too.
 FLOOR = [1.0, 1.0, 2.0, 2.0, 1.0]
@@ -42,3 +42,20 @@ def test_json_and_picture_hold_the_same() -> None:
     costs, ratios = panels([result()])
     assert costs.heights["hvlike"] == pytest.approx([10.0])
     assert ratios.heights["hvlike/DDP-gloo"] == pytest.approx([0.2])
+
+
+def test_a_ratio_to_what_may_be_nothing_is_left_out() -> None:
+    """It had intervals up to 11 452, beside which all other bars of the picture vanished."""
+    noisy = [0.001, -0.2, 0.3, 0.002, -0.1, 0.2, 0.0005]
+    assert overhead_ratio([0.1] * 7, noisy) is None
+    clear = overhead_ratio([0.1] * 7, [0.2, 0.3, 0.2, 0.25, 0.2, 0.3, 0.2])
+    assert clear is not None
+    assert clear.value == pytest.approx(0.5)
+
+
+def test_what_is_not_in_the_table_is_not_explained() -> None:
+    conditions = {
+        **dict.fromkeys(("ranks", "nodes", "cores", "torch_threads", "hvlike", "torch", "python", "mpi"), "?"),
+        "left_out": [],
+    }
+    assert "raw exchange" not in as_text(conditions, [result()])

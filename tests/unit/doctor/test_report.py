@@ -34,9 +34,8 @@ def test_a_job_on_very_many_hosts_fits_on_a_screen() -> None:
     lines = command.as_text(many, command.run_checks(many)).splitlines()
     assert len(lines) < 150
     assert "... 76 lines more" in "\n".join(lines)
-    hosts = next(
-        each for each in json.loads(command.as_json(many, command.run_checks(many)))["rungs"] if each["rung"] == "hosts"
-    )
+    checks = json.loads(command.as_json(many, command.run_checks(many)))["checks"]
+    hosts = next(each for each in checks if each["check"] == "hosts")
     assert len(hosts["found"]) == 100
 
 
@@ -49,10 +48,10 @@ def test_a_healthy_report_ends_well() -> None:
 def test_programs_read_the_same(given: Case, ok: bool) -> None:
     answer = json.loads(command.as_json(given, command.run_checks(given)))
     assert (answer["ok"], answer["ranks"], answer["nodes"]) == (ok, 2, 1)
-    assert [each["rung"] for each in answer["rungs"]] == list(command.CHECKS)
-    assert all(each["found"] for each in answer["rungs"])
-    assert {each["verdict"] for each in answer["rungs"]} <= {"ok", "warn", "FAIL", "skip"}
-    assert all(each["advice"] for each in answer["rungs"] if each["verdict"] in ("warn", "FAIL"))
+    assert [each["check"] for each in answer["checks"]] == list(command.CHECKS)
+    assert all(each["found"] for each in answer["checks"])
+    assert {each["verdict"] for each in answer["checks"]} <= {"ok", "warn", "FAIL", "skip"}
+    assert all(each["advice"] for each in answer["checks"] if each["verdict"] in ("warn", "FAIL"))
 
 
 def test_a_rank_that_rank_0_cannot_hear_says_one_line() -> None:

@@ -158,6 +158,9 @@ def test_wrong_commands_are_named(capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         command.main(["--restarts", "2"])
     assert "the command is missing" in capfd.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        command.main(["mpirun", "-n", "2", "python", "x.py"])
+    assert "put -- before the command" in capfd.readouterr().err
     record = JobRecord(Path("/nowhere"))
     with pytest.raises(FileNotFoundError):
         attempt.run_attempt(["/no/such/mpirun"], {VARIABLE: str(record.path)}, attempt.Requests(), 1.0)
