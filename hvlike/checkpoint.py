@@ -10,7 +10,7 @@ Example::
             hvd.checkpoint.save("checkpoints", step, model=model, optimizer=optimizer)
 
 Rank 0 writes; a file appears whole or not at all, carries its checksum in its name, and is checked before it is loaded.
-A damaged one is passed over for the one before. All ranks load the same, and learn of a failure together.
+If a file is damaged, the one before it is loaded. All ranks load the same, and learn of a failure together.
 """
 
 from __future__ import annotations

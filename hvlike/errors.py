@@ -17,7 +17,7 @@
     │   ├── UnknownHandleError                          never created here, or already synchronised
     │   ├── UnsupportedOpError     (also NotImplementedError) an op that a collective, or its gradient, does not have
     │   └── WrongTypeError         (also TypeError)     an argument of a type that is not accepted
-    └── HorovodInternalError       (also RuntimeError)  the ranks together could not do it
+    └── HorovodInternalError       (also RuntimeError)  an operation of several ranks has failed
         ├── NotInitializedError    (also ValueError)    a call before init() or after shutdown()
         ├── MismatchError                               the ranks asked for different things
         │   ├── ShapeMismatchError
@@ -115,7 +115,7 @@ class WrongTypeError(UsageError, TypeError):
 
 
 class HorovodInternalError(HvlikeError, RuntimeError):
-    """The ranks together could not complete an operation; raised on every rank that asked for it."""
+    """An operation of several ranks has failed. Raised on every rank that takes part in it."""
 
 
 class NotInitializedError(HorovodInternalError, ValueError):

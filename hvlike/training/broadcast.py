@@ -151,8 +151,9 @@ def broadcast_optimizer_state(
 ) -> None:
     """Give the optimizer of every rank the root's state and options; parameters are not touched.
 
-    Tensors travel as tensors, everything else pickled. The root's optimizer is not changed. Of what a compressor
-    remembers, every rank gets what must be equal on all, and keeps the errors of its own gradients.
+    Tensors are sent as tensors, everything else is pickled. The root's optimizer is not changed. If the optimizer has a
+    compressor, every rank gets the part of the compressor's state that must be equal on all ranks, and keeps the errors
+    of its own gradients.
     Collective: every rank of the set calls it. Blocks until done.
 
     Args:

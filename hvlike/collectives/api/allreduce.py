@@ -77,9 +77,10 @@ def allreduce(
     Example:
         >>> loss = hvd.allreduce(loss, name="loss")
 
-    Gradient: Sum and Average: allreduce of the incoming gradient with the same op and factors. Min and Max: to the
-    elements that were chosen, ties share. Product: of the product of the others. Adasum: none, backward raises
-    UnsupportedOpError. HVLIKE_GRADIENTS=horovod: every op is applied to the incoming gradients.
+    Gradient: Sum and Average: allreduce of the incoming gradient with the same op and factors. Min and Max: the
+    incoming gradient goes to the elements that were the minimum or maximum; equal ones share it. Product: the incoming
+    gradient times the product of the other ranks' tensors. Adasum: backward raises UnsupportedOpError. With
+    HVLIKE_GRADIENTS=horovod the same op is applied to the incoming gradients.
     Source: MPI 4.1 section 6.9.6; horovod.torch.allreduce.
     """
     plain = average is None and compression is Compression.none and isinstance(tensor, torch.Tensor)

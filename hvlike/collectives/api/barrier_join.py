@@ -116,7 +116,7 @@ def join(device: int = -1) -> int:
     Collective: every rank of the job calls it. Blocks. Meanwhile this rank is neutral in what the others do: it
     contributes the identity of the op to allreduce and grouped allreduce (zeros to the gradients of optimizers; Average
     still divides by all ranks) and counts as arrived in barriers. Other collectives raise HorovodInternalError on the
-    active ranks; the job goes on. When it ends, the numbers of unnamed operations are aligned between ranks.
+    active ranks; the job goes on. Afterwards the ranks count unnamed operations from the same number.
 
     Args:
         device: Accepted for compatibility with Horovod and ignored.

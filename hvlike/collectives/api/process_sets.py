@@ -61,7 +61,7 @@ def add_process_set(process_set: ProcessSet | Sequence[int] | Any) -> ProcessSet
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:
-    """Remove a process set; what is in flight in it ends with ShutdownError.
+    """Remove a process set; its unfinished operations fail with ShutdownError.
 
     Collective: every rank of the job calls it, members of the set and others, in the same order. Blocks until done.
 

@@ -42,7 +42,7 @@ class Unfinished:
 
 @dataclass(frozen=True)
 class Statistics:
-    """Figures of one rank at one moment; they count from init() on."""
+    """What one rank has done from init() to the moment of the call."""
 
     rank: int
     size: int
@@ -139,8 +139,8 @@ def _unfinished(context: Context) -> list[Unfinished]:
 def start_timeline(file_path: str | os.PathLike[str], mark_cycles: bool = False) -> None:
     """Record what the operations of this rank do into a Chrome-trace file, which is valid JSON at every moment.
 
-    Local, may be called at any time, does not block. Arrows between ranks need it on all of them. Unlike with Horovod,
-    HVLIKE_TIMELINE=DYNAMIC need not be set.
+    Local, may be called at any time, does not block. If all ranks record, the merged file has arrows between ranks.
+    Unlike with Horovod, HVLIKE_TIMELINE=DYNAMIC need not be set.
 
     Args:
         file_path: The file of rank 0; rank 1 writes timeline.rank1.json beside timeline.json, and so on. An

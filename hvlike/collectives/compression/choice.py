@@ -22,8 +22,8 @@ from hvlike.errors import UsageError, WrongTypeError
 class Compression:
     """The compressors that hvlike has.
 
-    `none` (the default), `fp16` and `bf16` are compressors. `PowerSGD(...)` and `TopK(...)` make one with a memory,
-    for one DistributedOptimizer.
+    `none` (the default), `fp16` and `bf16` are compressors. `PowerSGD(...)` and `TopK(...)` make a compressor for one
+    DistributedOptimizer, which remembers what it did not send.
     Source: horovod.torch.Compression.
     """
 

@@ -52,7 +52,7 @@ def init(
 def shutdown() -> None:
     """End hvlike in this process; `init()` may follow. Does nothing when it is not running.
 
-    Collective in effect: what other ranks have in flight fails with ShutdownError. Blocks until all ranks have
+    Collective in effect: unfinished operations of other ranks fail with ShutdownError. Blocks until all ranks have
     called it or ended. MPI itself stays up: it can be started only once in a process.
     Source: horovod.torch.shutdown.
     """

@@ -197,7 +197,7 @@ def _is_compressed(value: object) -> bool:
 
 
 def load(folder: str | os.PathLike[str], *, trusted: bool = False, **into: Any) -> Checkpoint | None:
-    """Load the newest checkpoint that is whole into models and optimizers.
+    """Load the newest checkpoint that is complete into models and optimizers.
 
     Collective: every rank calls it with the same arguments. Blocks until all have it. A file that is damaged is named
     in the log and passed over.

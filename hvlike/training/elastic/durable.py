@@ -114,7 +114,7 @@ def say_preempted() -> None:
 def preempted() -> bool:
     """Return whether the job was asked to end, by a signal to any rank: SIGTERM, SIGUSR1.
 
-    For loops of one's own; `state.commit()` looks itself. Where it returns True, save what is needed, then
+    For loops without elastic.run; `state.commit()` checks this itself. Where it returns True, save what is needed, then
     `hvd.shutdown()` and `sys.exit(hvd.elastic.EXIT_PREEMPTED)`. From the first call until shutdown() the signals do not
     end the process any more; a handler that the program had is still called.
     Collective: every rank, at the same place; the first call on the main thread. Blocks until all have called. Costs a

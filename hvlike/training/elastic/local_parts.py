@@ -182,7 +182,7 @@ def share_of(indices: Sequence[int], rank: int, size: int, order: Sequence[int])
 
 
 class ElasticSampler(Sampler[int]):
-    """Divides what is left of an epoch among the ranks.
+    """Divides the rest of an epoch among the ranks.
 
     An epoch starts with set_epoch(). record_batch() after each batch records what was processed; after a restart, or
     load_state_dict(), only the rest is handed out. In a TorchState, commit() and sync() merge what all ranks have

@@ -236,12 +236,12 @@ class TorchState(ObjectState):
     Modules, optimizers, ElasticSamplers and objects with state_dict and load_state_dict (learning rate schedulers,
     GradScalers) stay the same objects, and their contents are saved, restored and synchronised. Setting such an
     attribute replaces and saves the object. All others are values, which are copied and pickled.
-    What each rank has another one of (the shards of a ZeroRedundancyOptimizer, what compression has left over, buffers
+    State that differs between ranks (the shards of a ZeroRedundancyOptimizer, what compression has left over, buffers
     of modules such as the running statistics of BatchNorm, and what an object's local_state_dict() returns, see
-    LocalState) is kept by the next rank, too, and survives a lost rank.
-    The first two commits after sync() compare the parameters of modules between ranks.
-    restore() is local, and save() where there is no such part. sync() gives every rank what rank 0 has, and merges what
-    the ranks have processed of samplers. It is collective: all ranks, with the same names; blocks.
+    LocalState) is copied to the next rank at each commit, and so survives the loss of a rank. The first two commits
+    after sync() compare the parameters of modules between ranks. restore() is local, and save() where there is no such
+    part. sync() gives every rank what rank 0 has, and merges what the ranks have processed of samplers. It is
+    collective: all ranks, with the same names; blocks.
 
     Args:
         model: A torch.nn.Module.
