@@ -203,7 +203,8 @@ class Draft:
             local=local,
             scaled=self.scales,
             spoilt=self.choose(*range(self.ranks)) if self.scales and not local and self.chance(25) else None,
-            inside=inside,
+            # What forward sets is set on all ranks.
+            inside=inside if absent is None else (),
             absent=absent,
         )
 
@@ -286,12 +287,8 @@ class Draft:
     def may_join(self) -> bool:
         """Whether the pages let ranks have different numbers of inputs here."""
         refused = {"sparse embedding", "sync batch norm", "lazy"} | ({"counting"} if self.wraps_module else set())
-        return (
-            not self.is_torch
-            and "join" not in self.without
-            and not refused & set(self.parts)
-            and "process_set" not in self.options
-        )
+        whole = self.is_torch or self.threads or "join" in self.without or "process_set" in self.options
+        return not whole and not refused & set(self.parts)
 
     def uneven(self) -> Uneven:
         """Steps on ranks that have different numbers of inputs."""
