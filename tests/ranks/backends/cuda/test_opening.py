@@ -89,6 +89,24 @@ def test_each_queue_has_a_communicator_which_ends_in_peace_once_its_work_is_done
     assert torch.equal(tensor, torch.full((3,), size * (size + 1) / 2))
 
 
+def test_ranks_that_nccl_takes_for_hosts_of_their_own_may_share_a_gpu(
+    late: Late, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group = current().find_set(None, "test").group
+    monkeypatch.setattr(late.device, "identity", lambda device: "the one GPU")
+    monkeypatch.setenv("NCCL_HOSTID", f"host of rank {group.rank}")
+    devices, opened = DeviceBackends(group, dataclasses.replace(Config(), cuda_plane="auto"), "one host"), []
+
+    def job(host: Backend) -> Coroutine[None]:
+        opened.append((yield from devices.open(host, late.device, None)))
+
+    run(job)
+    assert devices.choice is not None
+    assert devices.choice.backend == "nccl"
+    opened[0].abort(ShutdownError("the end"))
+    devices.close()
+
+
 def test_the_job_goes_on_where_the_backend_that_is_wanted_cannot_serve(
     late: Late, monkeypatch: pytest.MonkeyPatch
 ) -> None:

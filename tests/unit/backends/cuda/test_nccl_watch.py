@@ -1,5 +1,6 @@
 """What goes wrong in NCCL while nobody waits there is found, ends what is under way, and is raised to whoever asks."""
 
+import threading
 import time
 
 import pytest
@@ -140,3 +141,47 @@ def test_a_device_that_fails_while_hvlike_ends_is_only_told(caplog: pytest.LogCa
     setting.backend.abort(ShutdownError("hvlike was shut down"))
     assert setting.backend.join(time.monotonic() + 60.0)
     assert "a communicator of NCCL could not be ended: CUDA error: device-side assert triggered" in caplog.text
+
+
+def test_the_time_of_a_call_that_connects_the_ranks_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    setting = Setting()
+    now = [100.0]
+    monkeypatch.setattr(nccl.time, "monotonic", lambda: now[0])
+    end = setting.nccl.groupEnd
+
+    def slow() -> None:
+        now[0] += 2 * LIMIT
+        end()
+
+    setting.nccl.groupEnd = slow
+    setting.reduce(torch.ones(3))
+    assert isinstance(setting.backend.watch(now[0]), StalledError)
+
+
+def test_two_threads_take_turns_on_a_device() -> None:
+    """Each with a communicator of its own. The stand-in refuses what NCCL forbids: both at a time."""
+    first, second = Setting(), Setting()
+    second.backend = NcclBackend(
+        SoloBackend(), first.device, first.device.home(), (0, 1), Communicator(Nccl(first.nccl), first.link), LIMIT
+    )
+    end, errors = first.nccl.groupEnd, []
+
+    def slow() -> None:
+        time.sleep(0.005)
+        end()
+
+    first.nccl.groupEnd = slow
+
+    def reduce(setting: Setting) -> None:
+        try:
+            for _ in range(10):
+                setting.reduce(torch.ones(3))
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=reduce, args=(setting,)) for setting in (first, second)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == []
