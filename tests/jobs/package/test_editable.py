@@ -8,7 +8,7 @@ from pathlib import Path
 
 from support.job import CHECKOUT
 
-BUILD = "import sys; from setuptools import build_meta; build_meta.build_editable(sys.argv[1])"
+BUILD = "import sys; sys.path.insert(0, 'scripts/lib'); import build_backend; build_backend.build_editable(sys.argv[1])"
 # Without the packages of this Python, among which hvlike is.
 IMPORT = "import site, sys; site.addsitedir(sys.argv[1]); sys.path.insert(0, ''); import hvlike; print(hvlike.__file__)"
 
@@ -16,8 +16,9 @@ IMPORT = "import site, sys; site.addsitedir(sys.argv[1]); sys.path.insert(0, '')
 def test_a_folder_of_that_name_does_not_hide_it(tmp_path: Path) -> None:
     source, installed, elsewhere = tmp_path / "source", tmp_path / "installed", tmp_path / "elsewhere"
     shutil.copytree(CHECKOUT / "hvlike", source / "hvlike", ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "setup.cfg", "setup.py", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "setup.cfg", "README.md", "LICENSE"):
         shutil.copy(CHECKOUT / name, source)
+    shutil.copytree(CHECKOUT / "scripts" / "lib", source / "scripts" / "lib")
     (source / "examples").mkdir()
     subprocess.run([sys.executable, "-c", BUILD, str(tmp_path)], cwd=source, check=True, capture_output=True)
     (wheel,) = tmp_path.glob("*.whl")

@@ -19,11 +19,9 @@ FILES = (
     "CHANGELOG.md",
     "CITATION.cff",
     "LICENSE",
-    "MANIFEST.in",
     "README.md",
     "pyproject.toml",
     "setup.cfg",
-    "setup.py",
 )
 RELATIVE = re.compile(r"\]\((?!https://)[^)]*\)")
 MADE_BY_TOOLS = shutil.ignore_patterns("__pycache__", "out", ".*_cache", "*.egg-info", ".hypothesis")

@@ -69,7 +69,7 @@ def test_no_address_is_named_that_does_not_exist() -> None:
 
 
 def test_the_description_for_pypi_has_no_link_into_the_checkout() -> None:
-    description_of = runpy.run_path(str(ROOT / "setup.py"))["description_of"]
+    description_of = runpy.run_path(str(ROOT / "scripts" / "lib" / "build_backend.py"))["description_of"]
     text = description_of((ROOT / "README.md").read_text())
     assert "mpirun -n 4 python train.py" in text
     assert not re.search(r"\]\((?!https://)|<!--|\./scripts/demo", text)
