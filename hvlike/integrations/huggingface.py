@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from accelerate import Accelerator, PartialState
 from torch import nn
-from transformers import Trainer
 
 from hvlike.collectives.session import basics
 from hvlike.errors import UsageError
@@ -16,6 +15,22 @@ from hvlike.integrations.torch_distributed import init_process_group
 from hvlike.training.ddp.data_parallel import DistributedDataParallel
 from hvlike.training.distributed_optimizer import DistributedOptimizer
 from hvlike.untraced import keep_untraced
+
+try:
+    from transformers import Trainer
+except ModuleNotFoundError as missing:
+    # accelerate works without it.
+    if missing.name != "transformers":
+        raise
+
+    class Trainer:  # type: ignore[no-redef]
+        """Stands for transformers.Trainer where transformers is not installed."""
+
+        def __init__(self, *arguments: Any, **settings: Any) -> None:
+            raise ModuleNotFoundError(
+                "HvlikeTrainer needs transformers: pip install transformers. HvlikeAccelerator works without it.",
+                name="transformers",
+            )
 
 
 def init() -> None:

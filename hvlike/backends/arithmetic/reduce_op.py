@@ -12,14 +12,20 @@ from hvlike.transport.memory.dtypes import Kind, dtype_name, element_of
 
 
 class ReduceOp(enum.IntEnum):
-    """A reduction over ranks; the numbers are Horovod's."""
+    """A reduction over ranks; the numbers are Horovod's. Each has a text of its own."""
 
-    AVERAGE = 0
-    SUM = 1
-    ADASUM = 2
-    MIN = 3
-    MAX = 4
-    PRODUCT = 5
+    def __new__(cls, value: int, text: str = "") -> ReduceOp:
+        member = int.__new__(cls, value)
+        member._value_ = value
+        member.__doc__ = text
+        return member
+
+    AVERAGE = 0, "The mean over the ranks. Integers are cut off toward zero; 16-bit floats are added up in float32."
+    SUM = 1, "The sum over the ranks; of bool the logical or."
+    ADASUM = 2, "The adaptive sum (Maleki et al., 2021): what the ranks' tensors have in common counts once."
+    MIN = 3, "The smallest value over the ranks, element by element; NaN wins. Of bool the logical and."
+    MAX = 4, "The largest value over the ranks, element by element; NaN wins. Of bool the logical or."
+    PRODUCT = 5, "The product over the ranks, element by element; of bool the logical and."
 
 
 class BitwiseOp(enum.IntEnum):

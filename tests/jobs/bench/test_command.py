@@ -95,3 +95,10 @@ def test_wrong_commands_say_what_there_is() -> None:
     wrong = command("bench", "allreduce", "--sizes", "many")
     assert wrong.returncode == 2
     assert "'many' is not a size" in wrong.stderr
+
+
+def test_one_rank_has_no_communication_to_measure() -> None:
+    alone = command("bench", "step", "--models", "small")
+    assert alone.returncode == 2
+    assert "one rank does not communicate" in alone.stderr
+    assert "mpirun -n 2" in alone.stderr

@@ -1,6 +1,8 @@
 """Every name that horovod.torch exports is there, says what it does, and stands in docs/api.md; nothing else does."""
 
+import copy
 import inspect
+import pickle
 import re
 from pathlib import Path
 from types import ModuleType
@@ -84,3 +86,12 @@ def test_what_the_page_names_inside_modules_exists() -> None:
 
 def test_the_readme_leads_to_the_page() -> None:
     assert "docs/api.md" in (ROOT / "README.md").read_text()
+
+
+def test_each_reduction_says_what_it_does() -> None:
+    ops = [hvlike.Average, hvlike.Sum, hvlike.Adasum, hvlike.Min, hvlike.Max, hvlike.Product]
+    assert len({inspect.getdoc(op) for op in ops}) == len(ops)
+    for op in ops:
+        assert type(op)(int(op)) is op
+        assert pickle.loads(pickle.dumps(op)) is op
+        assert copy.deepcopy(op) is op
