@@ -65,7 +65,9 @@ def test_the_error_names_the_call_that_differs(world: World, late: int) -> None:
         text = str(error)
         assert re.search(rf"call \d+, {mine.split('(')[0]}, of the group", text)
         assert f"is {mine} here, but " in text
-        assert f"rank {0 if world.rank else 1} {theirs}" in text
+        # One that has ended its calls already may not be named.
+        differing = [0] if world.rank else range(1, world.size)
+        assert any(f"rank {rank} {theirs}" in text for rank in differing)
         assert "threads need a group each" in text
     assert sum("ended with an earlier one: " in str(error) for error in errors) == late
     dist.destroy_process_group(group)
