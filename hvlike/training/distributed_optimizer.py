@@ -309,7 +309,7 @@ class DistributedOptimizer(DelegatingOptimizer, BuiltInJoinable):
             )
 
     def _join_ends(self, context: Join) -> None:
-        self._gradients.divides_by_active = False
+        self._gradients.join_ends(context)
         if not context._absent:
             return
         root, process_set, groups = context.authority, self._gradients.reduction.process_set, self._wrapped.param_groups

@@ -332,7 +332,7 @@ class DistributedDataParallel(nn.Module, BuiltInJoinable):
         return self.device
 
     def _join_ends(self, context: Join) -> None:
-        self._gradients.divides_by_active = False
+        self._gradients.join_ends(context)
         buffers = self._named_buffers() if self.forward_sync_buffers else {}
         module, ranks = {**self._parameters_to_train(), **buffers}, self._gradients.reduction.process_set
         broadcast_tensors(OWNER, module, context.authority, ranks)

@@ -323,9 +323,13 @@ class ModuleGradients(Gradients):
         self._drop_reducer()
 
     def reduce_zeros(self) -> None:
+        self._look()
+        self._follow_changes()
         reducer = self._ready_reducer()
         if reducer is not None:
             reducer.finish([slot.nothing() for slot in self._slots], range(len(self._slots)))
+        for slot in self._slots:
+            slot.was_trained = not slot.rests
 
     def _new_reducer(self, context: Context) -> Reducer | None:
         reducer: Reducer | None = None

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from hvlike.backends.arithmetic.reduce_op import ReduceOp
+from hvlike.collectives.api.objects import broadcast_object
 from hvlike.collectives.session.context import Context, current
 from hvlike.errors import UsageError
 from hvlike.training.gradients import usage_errors
@@ -28,6 +29,7 @@ from hvlike.untraced import untraced
 
 if TYPE_CHECKING:
     from hvlike.training.autotune import Tuner
+    from hvlike.training.join import Join
 
 
 _handed_over: Callable[[GradState], Any] = attrgetter("handed_over")
@@ -185,6 +187,17 @@ class Gradients(ReducedParameters):
         self.refresh()
         self._ready_reducer()
         self.divides_by_active = divides_by_active
+
+    def join_ends(self, context: Join) -> None:
+        """Go on from the reductions that this rank may have missed. Collective where some rank has; blocks."""
+        self.divides_by_active = False
+        if not context._absent:
+            return
+        mine = [slot.name for slot in self._slots if slot.was_trained]
+        trained = broadcast_object(mine, context.authority, process_set=self.reduction.process_set)
+        for slot in self._slots:
+            slot.was_trained = slot.name in trained
+        self._watch = None
 
     def join_fails(self) -> None:
         self.divides_by_active = False
