@@ -1,6 +1,6 @@
 """One parameter, one owner: its gradient is reduced once, however many wrappers have been made for it.
 
-    made        a new wrapper takes its parameters over: an old one may only be left over
+    made        a new wrapper takes its parameters over, frozen ones too: an old one may only be left over
     used        one that has lost some takes them back, if the other has not reduced anything since; else it refuses
     dropped     its parameters are free
 
@@ -12,7 +12,7 @@ that was used last holds the parameters then.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from weakref import WeakValueDictionary
 
 from torch import Tensor
@@ -31,10 +31,16 @@ class Claim:
         self.is_used = False  # Has reduced something since it last took parameters from another
         self.lost: dict[int, Tensor] = {}  # To other wrappers
         self._held: dict[int, Tensor] = {}
-        self._is_new = True
+
+    def take_over(self, parameters: Iterable[Tensor]) -> None:
+        """This wrapper is being made, for these: earlier ones lose them. They are free until `take` claims them."""
+        for parameter in parameters:
+            holder = _holders.pop(id(parameter), None)
+            if holder is not None:
+                holder._lose(id(parameter))
 
     def take(self, parameters: Sequence[Tensor]) -> None:
-        """Claim these and no others; the first time also those that another wrapper holds."""
+        """Claim these and no others; those that another wrapper holds count as lost."""
         wanted = {id(parameter): parameter for parameter in parameters}
         for key in self._held.keys() - wanted.keys():
             del self._held[key], _holders[key]
@@ -42,11 +48,10 @@ class Claim:
         for key, parameter in wanted.items():
             if key in self._held or key in self.lost:
                 continue
-            if key in _holders and not self._is_new:
+            if key in _holders:
                 self.lost[key] = parameter
             else:
                 self._hold(key, parameter)
-        self._is_new = False
 
     def settle(self, name_of: Callable[[Tensor], str], *, reduces: bool) -> None:
         """Take back what was lost, as this wrapper is used now; `reduces`: it will reduce.
@@ -79,9 +84,9 @@ class Claim:
 
     @property
     def lost_to_sharers(self) -> bool:
-        """Whether all that was lost is held by others that share."""
-        holders = map(_holders.get, self.lost)
-        return self.shares and all(holder is not None and holder.shares for holder in holders)
+        """Whether all that was lost and is held by others is held by such that share."""
+        holders = [holder for holder in map(_holders.get, self.lost) if holder is not None]
+        return self.shares and bool(holders) and all(holder.shares for holder in holders)
 
     def _rivals(self) -> dict[int, Claim]:
         holders = {key: _holders.get(key) for key in self.lost}

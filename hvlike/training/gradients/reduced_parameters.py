@@ -40,6 +40,7 @@ class ReducedParameters:
         self._planned: list[GradState] = []  # Those that the reducer was made for
         self._parameters: list[Tensor] = []
         self._hooks = GradientHooks(self, on_gradient, reduction.owner)
+        self._hooks.take_over(parameter for group in optimizer.param_groups for parameter in group["params"])
         self._one_hook = OneHook(self._hooks)
         self._step_watch = StepWatch(self)
         self._watch: ParamGroupDiff | None = None  # None: look thoroughly before the next reduction

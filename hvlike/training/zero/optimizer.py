@@ -118,6 +118,8 @@ class ZeroRedundancyOptimizer(ShardedState, BuiltInJoinable):
         self.reduces_gradients, self.overlaps_with_ddp = reduce_gradients, overlap_with_ddp
         self._partition = Partition(self._groups, self.world_size)
         self._claim = Claim("ZeroRedundancyOptimizer with reduce_gradients=True")
+        if reduce_gradients:
+            self._claim.take_over(self._partition.parameters)
         self.optim: Optimizer = optimizer_class(self._partition.groups_of(self.rank), **defaults)
         self.state = self.optim.state
         copy_options(self.optim.param_groups, self._groups)

@@ -185,3 +185,50 @@ def test_two_sets_of_ranks(hvd: ModuleType) -> None:
         optimizers[hvd.rank()].step()
     for each in sets:
         hvd.remove_process_set(each)
+
+
+@pytest.mark.parametrize("everything", [False, True])
+@pytest.mark.parametrize("second", WAYS)
+@pytest.mark.parametrize("first", WAYS)
+def test_one_made_while_layers_are_frozen(hvd: ModuleType, first: str, second: str, everything: bool) -> None:
+    """It takes them over, too: thawed later, they are its own, though the earlier wrapper is still there."""
+    if everything and second == "ddp":
+        pytest.skip("a DistributedDataParallel needs something to train")
+    module, expected = make_model(), make_model()
+    old = Wrapped(first, module)
+    old.step(hvd)
+    frozen = module if everything else module[2]
+    frozen.requires_grad_(False)
+    new = Wrapped(second, module)
+    frozen.requires_grad_(True)
+    for number in range(1, 4):
+        new.step(hvd, number)
+    if "adasum" not in (first, second):
+        plain = torch.optim.SGD(expected.parameters(), lr=0.1)
+        for number in range(4):
+            plain.zero_grad()
+            loss_of(expected, whole_batch(number)).backward()
+            plain.step()
+        assert largest_difference(module.parameters(), expected.parameters()) < 1e-6
+    assert same_on_all_ranks(module.parameters())
+    del old
+
+
+def test_modules_that_share_one_frozen_layer(hvd: ModuleType) -> None:
+    """The first forward's wrapper does not reduce again what the second has reduced at the end of backward."""
+    results = []
+    for distributed in (False, True):
+        module = make_model()
+        first: nn.Module = DistributedDataParallel(module) if distributed else module
+        module[2].requires_grad_(False)
+        second: nn.Module = DistributedDataParallel(module) if distributed else module
+        module[2].requires_grad_(True)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        for number in range(3):
+            batch = share(hvd, whole_batch(number)) if distributed else whole_batch(number)
+            optimizer.zero_grad()
+            (loss_of(first, batch) + loss_of(second, batch)).backward()
+            optimizer.step()
+        results.append(list(module.parameters()))
+    assert largest_difference(*results) < 1e-6
+    assert same_on_all_ranks(results[1])
