@@ -132,7 +132,7 @@ def broadcast_parameters(params: Parameters, root_rank: int, process_set: Proces
         process_set: The ranks that get the tensors. Default: all.
 
     Raises:
-        UsageError: A value is not a tensor.
+        UsageError: A value is not a tensor, or is a parameter of a lazy module that has no shape yet.
         ShapeMismatchError: On every rank: names, shapes or dtypes differ between ranks. Nothing has been changed then.
 
     Example:
@@ -140,7 +140,7 @@ def broadcast_parameters(params: Parameters, root_rank: int, process_set: Proces
 
     Source: horovod.torch.broadcast_parameters.
     """
-    tensors = named_tensors(params)
+    tensors = settle("broadcast_parameters", lambda: named_tensors(params), process_set)
     forms = {name: str(TensorForm.of(tensor)) for name, tensor in tensors.items()}
     check_same("broadcast_parameters", forms, root_rank, process_set, ShapeMismatchError)
     broadcast_tensors("broadcast_parameters", tensors, root_rank, process_set)
@@ -181,13 +181,12 @@ def broadcast_optimizer_state(
         )
     groups = optimizer.param_groups
     parameters = [parameter for group in groups for parameter in group["params"]]
-    layout = {
-        f"parameter {index} of group {number}": str(TensorForm.of(parameter))
-        for number, group in enumerate(groups)
-        for index, parameter in enumerate(group["params"])
-    }
-    for name, parameter in zip(layout, parameters, strict=True):
-        check_stand_in(f"broadcast_optimizer_state, {name}", parameter)
+    layout: dict[str, str] = {}
+    for number, group in enumerate(groups):
+        for index, parameter in enumerate(group["params"]):
+            name = f"parameter {index} of group {number}"
+            check_stand_in(f"broadcast_optimizer_state, {name}", parameter)
+            layout[name] = str(TensorForm.of(parameter))
     layout["class"] = optimizer.__class__.__name__
     check_same("broadcast_optimizer_state", layout, root_rank, process_set, MismatchError)
     is_root = rank() == root_rank

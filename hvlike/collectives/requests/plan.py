@@ -236,7 +236,7 @@ def find_plan_mismatch(name: str, ranks: Sequence[int], proposals: Sequence[Prop
             return MismatchError(
                 f"Mismatched parameters in {name!r}: rank {ranks[0]} has {len(first.names)}, rank {rank} has "
                 f"{len(other.names)}; only one of them has {', '.join(map(repr, only))}. Build the same model, with "
-                "the same requires_grad flags, on every rank."
+                "the same requires_grad flags, on every rank, and run lazy modules on all of them."
             )
         for index, entry in enumerate(first.names):
             for what, value, error in _COMPARED:

@@ -14,7 +14,6 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor
-from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
 
 from hvlike.backends.arithmetic.reduce_op import ReduceOp
@@ -95,9 +94,6 @@ class AdasumDeltas(Gradients):
         finally:
             self._is_stepping = False
         self._reduce_changes(reducer)
-
-    def _is_reduced(self, parameter: Tensor, slot: GradState | None) -> bool:
-        return super()._is_reduced(parameter, slot) and not isinstance(parameter, UninitializedParameter)
 
     def _check(self, slot: GradState) -> None:
         try:

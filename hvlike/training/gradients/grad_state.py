@@ -122,7 +122,6 @@ class GradState:
     sparse_dimensions: int = 0  # Of the last sparse gradient seen; 0 for none
     dtype: torch.dtype = field(init=False)  # Of the gradient
     device: torch.device = field(init=False)
-    is_lazy: bool = field(init=False)  # Made while the parameter had no shape yet (lazy modules)
     is_frozen: bool = field(init=False)  # Made for a gradient that a frozen parameter holds, and so without a hook
     rests: bool = False  # The parameter was frozen when the program's changes were followed last
     was_trained: bool = False  # In the last reduction: passes since may have left it sums, on some ranks only
@@ -130,18 +129,15 @@ class GradState:
     def __post_init__(self) -> None:
         self.dtype = gradient_dtype(self.parameter)
         self.device = self.parameter.device
-        self.is_lazy = isinstance(self.parameter, UninitializedParameter)
         self.is_frozen = not self.parameter.requires_grad
-        if not self.is_lazy:
-            check_parameter(f"parameter {self.name!r}", self.parameter)
+        check_parameter(f"parameter {self.name!r}", self.parameter)
 
     def still_fits(self, parameter: Tensor) -> bool:
-        """True for the same parameter, unless it was moved by `model.to(...)`, initialised or thawed since."""
+        """True for the same parameter, unless it was moved by `model.to(...)` or thawed since."""
         return (
             self.parameter is parameter
             and self.dtype is gradient_dtype(parameter)
             and self.device == parameter.device
-            and not (self.is_lazy and not isinstance(parameter, UninitializedParameter))
             and not (self.is_frozen and parameter.requires_grad)
         )
 

@@ -15,6 +15,7 @@ from weakref import WeakMethod, ref
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from hvlike.backends.cuda.runtime import kind_of
@@ -188,12 +189,13 @@ class ParamGroupDiff:
     def __init__(
         self, param_groups: Sequence[Mapping[str, Any]], left_out: Sequence[Tensor], held: Sequence[Tensor]
     ) -> None:
-        """Of frozen parameters, left_out: not reduced as long as they have no gradient; held: for the one they have."""
+        """left_out: not reduced as long as they have no gradient or shape; held: frozen, for the gradient they have."""
         self._parameters = parameters = _flat_parameters(param_groups)
         self._flags = list(map(_requires_grad, parameters))
         self._dtypes = list(map(_dtype_of, parameters))
         self._devices = list(map(_device_of, parameters))
         self._left_out = left_out
+        self._lazy = list(filter(is_lazy, parameters))
         self._held = held
 
     def sees_change(self, param_groups: Sequence[Mapping[str, Any]]) -> bool:
@@ -206,6 +208,7 @@ class ParamGroupDiff:
             or list(map(_device_of, parameters)) != self._devices
             or any(map(is_not, map(_gradient_of, self._left_out), repeat(None)))
             or any(map(is_, map(_gradient_of, self._held), repeat(None)))
+            or not all(map(is_lazy, self._lazy))
         )
 
 

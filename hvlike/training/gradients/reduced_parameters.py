@@ -2,6 +2,7 @@
 
 What the optimizer will step on is reduced: the gradients of all parameters that require one, and those that frozen ones
 hold. One that was frozen since the last reduction stays for one more: passes may have left it sums, on some ranks only.
+Those of lazy modules wait until they have a shape.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 from torch import Tensor
+from torch.nn.parameter import UninitializedParameter
 
 from hvlike.collectives.session.context import Context, current, is_running
 from hvlike.errors import UsageError
@@ -44,7 +46,7 @@ class ReducedParameters:
         self._one_hook = OneHook(self._hooks)
         self._step_watch = StepWatch(self)
         self._watch: ParamGroupDiff | None = None  # None: look thoroughly before the next reduction
-        self._left_out: list[Tensor] = []  # Frozen without a gradient
+        self._left_out: list[Tensor] = []  # Frozen without a gradient, or of a lazy module that is not initialised
         self._context: Context | None = None  # That the reducer belongs to
         self._refusal: UsageError | None = None  # What steps end with: another rank may take this one for another
 
@@ -96,6 +98,8 @@ class ReducedParameters:
         return self.reducer is not None and not (is_running() and current() is self._context)
 
     def _is_reduced(self, parameter: Tensor, slot: GradState | None) -> bool:
+        if isinstance(parameter, UninitializedParameter):
+            return False
         return parameter.requires_grad or parameter.grad is not None or self._stays(slot)
 
     def _stays(self, slot: GradState | None) -> bool:

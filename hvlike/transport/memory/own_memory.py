@@ -2,8 +2,9 @@
 
 has it      plain tensors, parameters, buffers, views of them, subclasses that were made with as_subclass
 has none    what stands for other tensors (DTensor, AsyncCollectiveTensor and all other wrappers, functional tensors,
-            what vmap and grad hand to a function), what stands for none (meta, FakeTensor, zeros of forward AD),
-            nested tensors, and those whose memory was freed: the address is 0, or torch refuses to tell it
+            what vmap and grad hand to a function), what stands for none (meta, FakeTensor, zeros of forward AD,
+            parameters and buffers of lazy modules before their first forward), nested tensors, and those whose memory
+            was freed: the address is 0, or torch refuses to tell it
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from operator import is_
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from hvlike.errors import UsageError
 from hvlike.observe.log import shown_rank
@@ -24,6 +26,7 @@ _ORDINARY = (torch.Tensor, torch.nn.Parameter)
 _WITH_ADDRESSES = ("cpu", "cuda", "meta")
 
 _FUNCTIONS = "call it outside of the transformed function"
+_INITIALISED = "run one forward pass first, on every rank: then it has a shape"
 _FIXES = {
     "DTensor": "pass its to_local(), the part of this rank, or its full_tensor()",
     "AsyncCollectiveTensor": "pass what its wait() returns",
@@ -45,6 +48,8 @@ def has_memory(tensor: torch.Tensor) -> bool:
             with _without_overrides():
                 if _address(tensor):
                     return not _is_nested(tensor)
+            if is_lazy(tensor):
+                return False
         if tensor.device.type in _WITH_ADDRESSES and tensor.numel():
             return False
     except RuntimeError:
@@ -57,6 +62,8 @@ def stand_in(tensor: torch.Tensor) -> tuple[str, str] | None:
     """What a tensor of any layout is instead of one with elements, and what to pass in its place; None: it has them."""
     if torch._C._functorch.is_functorch_wrapped_tensor(tensor) or torch._is_functional_tensor(tensor):
         return "one of torch.func (vmap, grad, jvp, functionalize)", _FUNCTIONS
+    if is_lazy(tensor):
+        return "one that is uninitialized, of a lazy module", _INITIALISED
     for each in type(tensor).__mro__[:-1]:
         if each.__name__ in _FIXES and each.__module__.startswith("torch."):
             return f"a {each.__name__}", _FIXES[each.__name__]

@@ -149,7 +149,7 @@ class Draft:
         """Forms of passes that torch can do with these parts in one process."""
         refused = set(self.without)
         if "reentrant checkpoint" in self.parts:
-            # Its gradients arrive once for each forward; docs/ddp.md
+            # Its gradients arrive once for each forward; docs/recipes.md and docs/ddp.md
             refused |= {"two forwards"}
         if "sync batch norm" in self.parts:
             refused |= {"penalty", "create graph"}

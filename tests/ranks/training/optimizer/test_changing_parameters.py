@@ -1,5 +1,6 @@
 """Parameters that come, go, rest, are shared or are not used: all ranks keep the same model."""
 
+from collections.abc import Callable, Mapping
 from types import ModuleType
 
 import pytest
@@ -7,6 +8,8 @@ import torch
 from support.training.problem import largest_difference, loss_of, make_model, same_on_all_ranks, share, whole_batch
 from torch import Tensor, nn
 
+import hvlike
+from hvlike.errors import MismatchError
 from hvlike.training.distributed_optimizer import DistributedOptimizer
 from hvlike.training.gradients.grad_state import Phase
 
@@ -203,3 +206,48 @@ def test_lazy_modules(hvd: ModuleType) -> None:
         assert step == 0 or optimizer.gradients.phase is Phase.REDUCING
         optimizer.step()
     assert same_on_all_ranks(model.parameters())
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("op", [hvlike.Average, hvlike.Adasum])
+def test_a_lazy_layer_that_one_rank_has_not_used(hvd: ModuleType, op: int) -> None:
+    """All ranks are told; afterwards, used on every rank, it trains."""
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"used": nn.Linear(2, 2), "lazy": nn.LazyLinear(2)})
+    optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), op=op)
+    rows = torch.ones(1, 2)
+    loss = model["used"](rows).sum()
+    if hvd.rank() != 1:
+        loss = loss + model["lazy"](rows).sum()
+    loss.backward()
+    with pytest.raises(MismatchError, match=r"only one of them has 'lazy\.(weight|bias)'"):
+        optimizer.step()
+    optimizer.zero_grad()
+    model["lazy"](rows)
+    hvd.broadcast_parameters(model.state_dict(), 0)
+    for _ in range(3):
+        optimizer.zero_grad()
+        (model["used"](rows) + model["lazy"](rows * hvd.rank())).sum().backward()
+        optimizer.step()
+    assert same_on_all_ranks(model.parameters())
+
+
+@pytest.mark.parametrize("settings", [{}, {"HVLIKE_OVERLAP": "1"}])
+@pytest.mark.parametrize("op", [hvlike.Average, hvlike.Adasum])
+def test_a_lazy_layer_that_is_used_after_some_steps(
+    hvd: ModuleType, restarted: Callable[[Mapping[str, str]], None], op: int, settings: dict[str, str]
+) -> None:
+    restarted(settings)
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"used": nn.Linear(2, 2), "lazy": nn.LazyLinear(2)})
+    optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), op=op)
+    for step in range(6):
+        optimizer.zero_grad()
+        rows = torch.full((1, 2), 1.0 + hvd.rank())
+        loss = model["used"](rows).sum()
+        if step > 2:
+            loss = loss + model["lazy"](rows).square().sum()
+        loss.backward()
+        optimizer.step()
+        assert same_on_all_ranks(model["used"].parameters())
+        assert step < 3 or same_on_all_ranks(model["lazy"].parameters())

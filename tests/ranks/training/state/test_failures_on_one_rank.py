@@ -256,3 +256,26 @@ def test_loading_a_checkpoint(hvd: ModuleType, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError if hvd.rank() == 1 else HorovodInternalError, match="has no part 'other'"):
         hvd.checkpoint.load(folder, **missing)
     works(hvd)
+
+
+def test_lazy_modules_that_have_no_shape_on_one_rank(hvd: ModuleType) -> None:
+    """The text names the parameter and says what to do."""
+    model = nn.Sequential(nn.LazyLinear(2))
+    if hvd.rank() != 1:
+        model(torch.ones(1, 3))
+    text = r"broadcast_parameters '0\.weight': .* uninitialized, of a lazy module; run one forward pass first"
+    with pytest.raises(UsageError if hvd.rank() == 1 else HorovodInternalError, match=text):
+        hvd.broadcast_parameters(model.state_dict(), 0)
+    works(hvd)
+    model(torch.ones(1, 3))
+    hvd.broadcast_parameters(model.state_dict(), 0)
+    assert same_on_all_ranks(model.parameters())
+
+
+def test_the_optimizer_state_of_a_lazy_module(hvd: ModuleType) -> None:
+    model = nn.LazyLinear(2)
+    with pytest.raises(UsageError, match=r"parameter 0 of group 0: .* uninitialized, of a lazy module; run one"):
+        hvd.broadcast_optimizer_state(SGD(model.parameters(), lr=0.1), 0)
+    with pytest.raises(UsageError, match="uninitialized, of a lazy module; run one forward pass first"):
+        hvd.allreduce(model.weight, name="lazy")
+    works(hvd)
