@@ -19,7 +19,7 @@ import torch
 from support.fuzz.models import SyncNorm, make_network
 from support.fuzz.outcomes import Outcome
 from support.fuzz.programs import Program
-from support.fuzz.reference import ReferenceModule, ReferenceOptimizer
+from support.fuzz.reference import ReferenceModule, ReferenceOptimizer, combined
 from support.fuzz.reference_norm import ReferenceSyncNorm
 from support.fuzz.training import Training, is_lazy, make_optimizer, start_differently
 from torch import Tensor
@@ -177,7 +177,9 @@ class SimulatedWorld:
         """Average by hand."""
         everybody = self.gather([each.detach().clone() for each in tensors])
         for place, tensor in enumerate(tensors):
-            tensor.copy_(sum(each[place] for each in everybody) / self.size)
+            average = combined([each[place] for each in everybody], "average", self.size)
+            assert average is not None
+            tensor.copy_(average)
 
     def clip(self, training: Training, norm: float) -> None:
         """Clip reduced gradients."""

@@ -22,6 +22,7 @@ class Pass(Action):
     unused: pairs (part, rank) of parts that a rank leaves out; EVERYWHERE for all ranks.
     local: inside no_sync(). scaled: by the GradScaler. spoilt: the rank whose loss is infinite.
     inside: pairs (layer, frozen) that forward itself sets first. absent: a rank that leaves out the whole pass.
+    raiser: the rank on which the forms that raise do so; the others make a plain pass.
     """
 
     batch: int
@@ -32,12 +33,13 @@ class Pass(Action):
     spoilt: int | None = None
     inside: tuple[tuple[int, bool], ...] = ()
     absent: int | None = None
+    raiser: int = EVERYWHERE
 
     def do(self, training: Training) -> None:
         if self.absent == training.world.rank:
             return
         with training.world.no_sync(training) if self.local else nullcontext():
-            FORMS[self.form](self, training)
+            FORMS["plain" if self.raiser not in (EVERYWHERE, training.world.rank) else self.form](self, training)
 
     def output(self, training: Training, shift: int = 0, rows: Tensor | None = None) -> Tensor:
         """Run the model on this rank's batch."""

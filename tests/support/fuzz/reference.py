@@ -20,17 +20,30 @@ class DocumentedError(Exception):
     """An error that the pages describe; its text is the cause, a key of judge.DOCUMENTED."""
 
 
-def combined(parts: Sequence[Tensor | None], op: str, divisor: int) -> Tensor | None:
-    """Reduce the gradients of all ranks, where None counts as zeros; None if all are."""
+# By a program's compression or hook, the dtype in which gradients travel.
+WIRES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+def wire_of(program: Program) -> torch.dtype | None:
+    """Return the dtype in which the gradients of a program travel, None for their own."""
+    return WIRES.get(program.given.get("compression") or program.given.get("hook"))
+
+
+def combined(parts: Sequence[Tensor | None], op: str, divisor: int, wire: torch.dtype | None = None) -> Tensor | None:
+    """Reduce the gradients of all ranks, where None counts as zeros; None if all are.
+
+    Floats of 16 bits, also those that only travel as such, are added in float32 and rounded once.
+    """
     given = [each for each in parts if each is not None]
     if not given:
         return None
     dtype = given[0].dtype
-    wide = torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
-    total = given[0].to(wide, copy=True)
+    narrow = wire if wire is not None and dtype in (torch.float32, torch.float64) else dtype
+    wide = torch.float32 if narrow in (torch.bfloat16, torch.float16) else narrow
+    total = given[0].to(narrow).to(wide, copy=True)
     for each in given[1:]:
-        total = total + each.to(wide)
-    return (total / divisor if op == "average" else total).to(dtype)
+        total = total + each.to(narrow).to(wide)
+    return (total / divisor if op == "average" else total).to(narrow).to(dtype)
 
 
 class ReferenceOptimizer:
@@ -43,8 +56,8 @@ class ReferenceOptimizer:
         self.passes: int = options.get("backward_passes_per_step", 1)
         ranks = options.get("process_set")
         self.ranks: Sequence[int] = tuple(range(world.size)) if ranks is None else ranks
-        self.keeps_own = program.kind == "zero alone"
         self.divisor = len(self.ranks)
+        self.wire = wire_of(program) if self.divisor > 1 else None
         self.present: Sequence[int] | None = None
         self.local = self.synchronized = False
         self.counted = 0
@@ -95,7 +108,7 @@ class ReferenceOptimizer:
         mine = [None if each.grad is None else each.grad.detach().clone() for each in parameters]
         everybody = self.world.gather(mine, self.ranks)
         for place, parameter in enumerate(parameters):
-            parameter.grad = combined([each[place] for each in everybody], self.op, self.divisor)
+            parameter.grad = combined([each[place] for each in everybody], self.op, self.divisor, self.wire)
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:
         """Reduce, then step."""
@@ -152,6 +165,7 @@ class ReferenceModule(nn.Module):
         ranks = options.get("process_set")
         self.ranks: Sequence[int] = tuple(range(world.size)) if ranks is None else ranks
         self.divisor = len(self.ranks)
+        self.wire = wire_of(program) if self.divisor > 1 else None
         # The ranks that have inputs, inside of a Join context.
         self.present: Sequence[int] | None = None
         self.local = self.interrupted = False
@@ -215,7 +229,8 @@ class ReferenceModule(nn.Module):
         if self.sends_buffers and self.buffers_are_due:
             self._send_buffers()
         self.buffers_are_due = True
-        self.world.gather([(False, None)] * len(self.registered), self.ranks)
+        if any(each.requires_grad for each in self.registered):
+            self.world.gather([(False, None)] * len(self.registered), self.ranks)
 
     def after_backward(self, reached: Collection[Tensor], *, reduces: bool) -> None:
         """Average what has been accumulated, if this pass reduces."""
@@ -235,6 +250,6 @@ class ReferenceModule(nn.Module):
         self.reached = set()
         for place, parameter in enumerate(self.registered):
             parts = [each[place] for each in everybody]
-            total = combined([gradient for _, gradient in parts], "average", self.divisor)
+            total = combined([gradient for _, gradient in parts], "average", self.divisor, self.wire)
             if any(used for used, _ in parts):
                 parameter.grad = total

@@ -59,9 +59,11 @@ class Runner:
     without: tuple[str, ...] = ()
     shrinking_seconds: float = SHRINKING_SECONDS
     quiet: bool = False
+    sound: Runner | None = None  # Runs hvlike without a planted fault: what fails there too is another fault
     tried: int = 0
     unsound: int = 0
     found: list[Found] = field(default_factory=list)
+    other_faults: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._pool = ThreadPoolExecutor(self.job.ranks)
@@ -77,7 +79,7 @@ class Runner:
                 # Over gloo torch refuses it.
                 self.unsound += 1
                 hypothesis.reject()
-            return judge(program, found, expected)
+            return judge(program, setting, found, expected)
         expected = simulate(program, setting.ranks, self._pool)
         second = [] if program.second is None else simulate(program.second, setting.ranks, self._pool)
         if not (is_sound(expected) and is_sound(second)):
@@ -85,9 +87,9 @@ class Runner:
             hypothesis.reject()
         found = self.job.run(program, setting)
         if program.second is None:
-            return judge(program, found, expected)
-        wrong = judge(program, [each[0] for each in found], expected)
-        return wrong or judge(program.second, [each[1] for each in found], second)
+            return judge(program, setting, found, expected)
+        wrong = judge(program, setting, [each[0] for each in found], expected)
+        return wrong or judge(program.second, setting, [each[1] for each in found], second)
 
     def block(self, kind: str, seed: int, setting: Setting, count: int) -> Found | None:
         """Run `count` programs of one seed; return the first fault, shrunk."""
@@ -149,10 +151,20 @@ class Runner:
                 raise TimeIsOver
             if self._failed_at is None:
                 self.tried += 1
-            self._known[program] = self.check(program, setting)
+            self._known[program] = self._check_both(program, setting)
             if self._known[program] and self._failed_at is None:
                 self._failed_at = time.monotonic()
         return self._known[program]
+
+    def _check_both(self, program: Program, setting: Setting) -> str | None:
+        """Return what is wrong with it here; what is wrong without the planted fault too is kept beside."""
+        wrong = self.check(program, setting)
+        if not wrong or self.sound is None:
+            return wrong
+        other = self.sound.check(program, setting)
+        if other:
+            self.other_faults.append(f"{setting}\n{program}\n{other}")
+        return None if other else wrong
 
 
 def parse(text: str) -> Program:
@@ -201,18 +213,25 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def find_planted(given: argparse.Namespace) -> int:
-    """Plant one fault after the other; return how many are not found."""
+    """Plant one fault after the other; return for how many it is not found, or another fault is."""
     missed = 0
     for fault in PLANTS:
         given.kind = fault.kinds
-        with planted(fault) as folder, Job(given.ranks, folder, compiles=bool(fault.kinds)) as job:
-            runner = Runner(job, tuple(given.without), given.shrink, quiet=True)
+        compiles = bool(fault.kinds)
+        with (
+            planted(fault) as folder,
+            Job(given.ranks, folder, compiles=compiles) as job,
+            Job(given.ranks, compiles=compiles) as sound,
+        ):
+            runner = Runner(job, tuple(given.without), given.shrink, quiet=True, sound=Runner(sound))
             runner.run(given)
-        missed += not runner.found
+        missed += not runner.found or bool(runner.other_faults)
         where = f"after {runner.tried} programs" if runner.found else f"NOT FOUND in {runner.tried}"
         print(f"{where}: {fault.name}", flush=True)
         if runner.found:
             print(f"{runner.found[0].program}\n{runner.found[0].text[:300]}\n", flush=True)
+        if runner.other_faults:
+            print(f"A fault that is not planted, too: {min(runner.other_faults, key=len)}\n", flush=True)
     return missed
 
 

@@ -134,3 +134,12 @@ class DropGradient(Action):
     def do(self, training: Training) -> None:
         for parameter in training.network.layer(self.layer).parameters():
             parameter.grad = None
+
+
+@dataclass(frozen=True)
+class DropPass(Action):
+    """Drop the gradients of a pass whose reduction may have begun, as the pages say."""
+
+    def do(self, training: Training) -> None:
+        training.optimizer.synchronize()
+        training.optimizer.zero_grad()

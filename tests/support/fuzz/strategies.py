@@ -16,6 +16,7 @@ from support.fuzz.steps import (
     ClosureStep,
     CompiledSteps,
     DropGradient,
+    DropPass,
     Scaler,
     Schedule,
     Step,
@@ -29,6 +30,7 @@ Draw = Callable[[st.SearchStrategy[Any]], Any]
 MOST_PARTS, MOST_STEPS = 3, 4
 PLAIN_FORMS = ("plain", "two forwards", "create graph", "penalty")
 WITHOUT_GRADIENTS = ("grad", "func", "forward", "raise in forward")
+OTHER_FORMS = ("two backwards", "by hand", "raise in backward")
 
 
 class Draft:
@@ -155,27 +157,26 @@ class Draft:
             refused |= {"penalty", "create graph"}
         if {"reentrant checkpoint", "sparse embedding", "lazy"} & set(self.parts):
             refused |= {"penalty", "grad", "func", "by hand", "create graph"}
+        if {"checkpoint", "reentrant checkpoint"} & set(self.parts):
+            refused |= {"two backwards"}
+        if self.threads:
+            # An exchange by hand has no name of its own.
+            refused |= {"by hand"}
+        if any(isinstance(each, Hook) and each.after for each in self.actions):
+            # torch.func has no gradient that it could give to such a hook.
+            refused |= {"func"}
         if {"checkpoint", "batch norm", "sync batch norm", "weight norm", "complex", "grad dtype"} & set(self.parts):
             refused |= {"func"}
         if "batch norm" in self.parts and self.wraps_module and self.options.get("broadcast_buffers", True):
             refused |= {"two forwards"}
         if self.is_torch:
-            refused |= {*WITHOUT_GRADIENTS, "penalty"}
+            refused |= {*WITHOUT_GRADIENTS, *OTHER_FORMS, "penalty"}
         if self.steady:
-            refused |= {
-                "two forwards",
-                "penalty",
-                "create graph",
-                "grad",
-                "func",
-                "by hand",
-                "forward",
-                "raise in forward",
-            }
-        return [form for form in (*PLAIN_FORMS, *WITHOUT_GRADIENTS) if form not in refused]
+            refused |= {*PLAIN_FORMS[1:], *WITHOUT_GRADIENTS, *OTHER_FORMS}
+        return [form for form in (*PLAIN_FORMS, *WITHOUT_GRADIENTS, *OTHER_FORMS) if form not in refused]
 
-    def make_pass(self, *forms: str, local: bool = False) -> Pass:
-        """Draw a pass in one of these forms, as far as they are possible."""
+    def make_pass(self, *forms: str, local: bool = False, alone: bool = False) -> Pass:
+        """Draw a pass in one of these forms, as far as they are possible; alone: one rank may raise."""
         possible = [form for form in forms if form in self.forms()] or ["plain"]
         unused: list[tuple[int, int]] = []
         partial = not self.wraps_module or bool(self.options.get("find_unused_parameters"))
@@ -192,13 +193,15 @@ class Draft:
         inside: tuple[tuple[int, bool], ...] = ()
         if not (self.steady or self.is_torch or "freeze" in self.without) and self.chance(5):
             inside = ((self.choose(*self.layers()), self.choose(True, False)),)
+        form = self.choose(*possible)
         absent = None
-        whole = self.wraps_module or self.steady or {"sync batch norm", "lazy"} & set(self.parts)
-        if not whole and self.ranks > 1 and self.chance(8):
+        whole = self.wraps_module or self.steady or {"sync batch norm", "lazy"} & set(self.parts) or self.ranks == 1
+        if not whole and form != "by hand" and self.chance(8):
             absent = self.choose(*range(self.ranks))
+        raises_alone = alone and form.startswith("raise") and not whole and not unused and absent is None
         return Pass(
             self.batch(),
-            self.choose(*possible),
+            form,
             unused=tuple(unused),
             local=local,
             scaled=self.scales,
@@ -206,6 +209,7 @@ class Draft:
             # What forward sets is set on all ranks.
             inside=inside if absent is None else (),
             absent=absent,
+            raiser=self.choose(EVERYWHERE, *range(self.ranks)) if raises_alone else EVERYWHERE,
         )
 
     def change(self) -> None:
@@ -215,7 +219,7 @@ class Draft:
         if self.is_torch:
             self.evaluate()
             return
-        changes = ("thaw", "freeze", "thaw all", "freeze all", "evaluate", "look", "drop", "hook")
+        changes = ("thaw", "freeze", "thaw all", "freeze all", "evaluate", "look", "drop", "hook", "raise")
         kinds = {each: each.removesuffix(" all").replace("thaw", "freeze") for each in changes}
         what = self.choose(*(each for each, kind in kinds.items() if kind not in self.without))
         if what in ("thaw", "freeze"):
@@ -228,10 +232,24 @@ class Draft:
             form = self.make_pass(*WITHOUT_GRADIENTS)
             if form.form in WITHOUT_GRADIENTS:
                 self.actions.append(form)
+        elif what == "raise":
+            self.interrupted()
         elif what == "drop":
             self.actions.append(DropGradient(self.choose(*self.layers())))
         else:
             self.actions.append(Hook(self.choose(*self.layers()), self.choose(False, True)))
+
+    def interrupted(self) -> None:
+        """A pass in whose backward something raises; the program catches it, and most drop its gradients."""
+        if "raise in backward" not in self.forms():
+            return
+        begun = self.kind == "optimizer" and self.options.get("op") != "adasum" and self.chance(70)
+        local = not begun and (not self.wraps_module or self.chance(70))
+        self.actions.append(self.make_pass("raise in backward", local=local, alone=local or begun))
+        if begun:
+            self.actions.append(DropPass())
+        elif local and self.chance(70):
+            self.actions.append(ZeroGrad())
 
     def evaluate(self) -> None:
         alone = () if self.is_torch or {"counting", "sync batch norm"} & set(self.parts) else range(self.ranks)
@@ -303,10 +321,16 @@ class Draft:
             most = 2
         if self.kind == "zero alone":
             most = 3
+        if self.chance(6) and "by hand" in self.forms():
+            self.actions.append(self.make_pass("by hand"))
+            return
         for number in range(self.choose(*range(most, 0, -1))):
             if number:
                 self.change()
             self.actions.append(self.make_pass(*PLAIN_FORMS))
+        if not self.wraps_module and self.chance(6):
+            last = self.make_pass("raise in forward", "raise in backward", alone=True)
+            self.actions[-1] = last if last.raiser != EVERYWHERE else self.actions[-1]
 
     def program(self) -> Program:
         """Draw the actions."""
