@@ -149,3 +149,11 @@ class HvlikeWorld:
     def for_scheduler(self, training: Training) -> Any:
         """Return what a schedule is given."""
         return training.optimizer
+
+    def state(self, training: Training) -> dict[int, dict[str, Any]]:
+        """Return the whole state; that of ZeRO comes from all ranks."""
+        found: dict[int, dict[str, Any]] = training.optimizer.state_dict()["state"]
+        if isinstance(training.optimizer, ZeroRedundancyOptimizer):
+            # They answer only as long as they make no other step.
+            hvd.barrier()
+        return found

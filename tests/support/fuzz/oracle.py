@@ -206,6 +206,11 @@ class SimulatedWorld:
         """Return what a schedule is given."""
         return getattr(training.optimizer, "inner", training.optimizer)
 
+    def state(self, training: Training) -> dict[int, dict[str, Any]]:
+        """Return that of the plain optimizer."""
+        found: dict[int, dict[str, Any]] = self.for_scheduler(training).state_dict()["state"]
+        return found
+
 
 def simulate(program: Program, ranks: int, pool: ThreadPoolExecutor) -> list[Outcome]:
     """Run a program on simulated ranks."""

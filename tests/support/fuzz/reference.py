@@ -117,7 +117,10 @@ class ReferenceOptimizer:
             assert closure is not None
             loss = closure()
             self.synchronize()
-            return loss
+            if self.world.rank not in self.ranks or self.op == "adasum":
+                return loss
+            losses = self.world.gather(loss.detach().clone(), self.ranks)
+            return combined(losses, self.op, self.divisor, self.wire)
 
         of_deltas = self.op == "adasum" and self.world.rank in self.ranks
         before = [each.detach().clone() for each in self.parameters()] if of_deltas else []
@@ -172,7 +175,7 @@ class ReferenceModule(nn.Module):
         self.buffers_are_due = True
         if not any(each.requires_grad for each in module.parameters()):
             raise DocumentedError("nothing to train")
-        if options.get("start"):
+        if options.get("start") and options.get("init_sync", True):
             self._take_start()
         self.reached: set[Tensor] = set()
         self.missing: set[Tensor] | None = None

@@ -89,6 +89,9 @@ class Draft:
             return {} if self.kind == "fsdp2" else {each: value for each, value in options.items() if value is not None}
         if self.chance(20) and not self.threads:
             options["start"] = "own" if self.wraps_module else "broadcast"
+        if self.kind == "ddp" and self.chance(8):
+            # Ranks that start alike, or stay different.
+            options["init_sync"] = False
         defaults = {
             "op": "average",
             "backward_passes_per_step": 1,
@@ -137,6 +140,9 @@ class Draft:
     def draw_optimizer(self) -> str:
         if "sparse embedding" in self.parts:
             return "sgd"
+        plain = self.kind == "optimizer" and self.options.get("op") != "adasum" and not (self.scales or self.threads)
+        if plain and self.options.get("backward_passes_per_step", 1) == 1 and self.chance(5):
+            return "lbfgs"
         return self.choose("sgd", "momentum", "decay", "adam", "adamw")
 
     def layers(self) -> list[int]:
@@ -265,7 +271,7 @@ class Draft:
             possible.append(Copy(pickled=True))
         if self.kind in ("zero", "zero alone", *TORCH):
             possible = [Schedule()]
-        if self.kind == "optimizer" and self.options.get("groups") is None:
+        if self.kind == "optimizer" and self.options.get("groups") is None and self.optimizer != "lbfgs":
             possible += [Add(), Replace()]
         if self.kind in ("optimizer", "ddp"):
             possible += [Rewrap(), Rewrap(keep=False)]
@@ -281,7 +287,7 @@ class Draft:
         """One step: gradients dropped, local passes, the passes that are reduced, what follows them, the step."""
         self.between_steps()
         whole = self.scales or self.threads or self.options.get("op") == "adasum"
-        if self.kind == "optimizer" and not whole and self.chance(8):
+        if self.optimizer == "lbfgs" or (self.kind == "optimizer" and not whole and self.chance(8)):
             self.actions.append(ClosureStep(self.make_pass("plain")))
             return
         if self.options.get("op") == "sum" or self.kind == "zero alone" or not self.chance(8):

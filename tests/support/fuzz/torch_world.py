@@ -94,3 +94,8 @@ class TorchWorld:
         return training.optimizer
 
     for_scheduler = for_scaler
+
+    def state(self, training: Training) -> dict[int, dict[str, Any]]:
+        """Return the state as it is on this rank, that of shards as a whole."""
+        found: dict[int, dict[str, Any]] = training.optimizer.state_dict()["state"]
+        return found

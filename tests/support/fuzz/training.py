@@ -60,6 +60,9 @@ class World(Protocol):
     def for_scheduler(self, training: Training) -> Any:
         """Return what a schedule is given."""
 
+    def state(self, training: Training) -> dict[int, dict[str, Any]]:
+        """Return the state of the optimizer, by the places of its parameters."""
+
 
 class Training:
     """The state of a rank."""
@@ -96,6 +99,7 @@ class Training:
                 yield
             self.number += 1
             self.see("end")
+            self.see_state()
         except Exception as error:
             self.outcome.failure = Failure(
                 self.number,
@@ -123,6 +127,15 @@ class Training:
         for name, buffer in self.network.named_buffers():
             values[f"buffer {name}"] = Value.of(buffer)
         self.outcome.seen.append((f"action {self.number} ({label})", values))
+
+    def see_state(self) -> None:
+        """Remember what the optimizer keeps for each parameter."""
+        values: dict[str, Value | None] = {}
+        for place, kept in self.world.state(self).items():
+            for name, value in kept.items():
+                if isinstance(value, Tensor | float | int):
+                    values[f"state {place} {name}"] = Value.of(torch.as_tensor(value))
+        self.outcome.seen.append((f"action {self.number} (state)", values))
 
 
 def is_lazy(tensor: Tensor) -> bool:
@@ -164,4 +177,6 @@ OPTIMIZERS: dict[str, tuple[type[Optimizer], dict[str, Any]]] = {
     "decay": (torch.optim.SGD, {"weight_decay": 0.1}),
     "adam": (torch.optim.Adam, {"eps": 0.01}),
     "adamw": (torch.optim.AdamW, {"eps": 0.01, "weight_decay": 0.5}),
+    # Losses that hardly change end nothing.
+    "lbfgs": (torch.optim.LBFGS, {"max_iter": 3, "history_size": 2, "tolerance_grad": 0.0, "tolerance_change": 0.0}),
 }
