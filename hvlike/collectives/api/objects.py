@@ -93,7 +93,7 @@ def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet 
 
 def _part(name: str | None, suffix: str) -> str | None:
     """Name one of the two messages of an object, from the caller's name only: the object's type may differ by rank."""
-    return None if name is None else f"{name}.{suffix}"
+    return None if name is None else f"{name} ({suffix})"
 
 
 def _packed(obj: Any) -> tuple[int, Tensor]:

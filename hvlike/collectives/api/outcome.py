@@ -17,7 +17,14 @@ from hvlike.errors import HorovodInternalError, HvlikeError, UsageError
 T = TypeVar("T")
 
 
-def settle(call: str, work: Callable[[], T], process_set: ProcessSet | None = None, *, as_it_is: bool = False) -> T:
+def settle(
+    call: str,
+    work: Callable[[], T],
+    process_set: ProcessSet | None = None,
+    *,
+    as_it_is: bool = False,
+    name: str | None = None,
+) -> T:
     """Return what `work` has returned on this rank, once it has ended well on all ranks of the set.
 
     A rank that raised alone would leave the others waiting in the collective that follows.
@@ -28,6 +35,7 @@ def settle(call: str, work: Callable[[], T], process_set: ProcessSet | None = No
         work: Does it on this rank. What it raises on all ranks together ends this call, too.
         process_set: The ranks.
         as_it_is: What the program's own code raises is raised again, not as the cause of a UsageError.
+        name: The same on all ranks. Reports of ranks that wait or disagree show it: the name of the user's call.
 
     Raises:
         UsageError: On a rank where the work has failed; an error of hvlike is raised as it is.
@@ -45,7 +53,7 @@ def settle(call: str, work: Callable[[], T], process_set: ProcessSet | None = No
             raise
         failure = error
     flag = torch.tensor(int(failure is not None), dtype=torch.int32, device="cpu")
-    if not int(allreduce(flag, op=ReduceOp.MAX, process_set=process_set)):
+    if not int(allreduce(flag, op=ReduceOp.MAX, name=name, process_set=process_set)):
         return result  # type: ignore[return-value]  # `work` has ended
     mine = (rank(), None if failure is None else describe_error(failure))
     causes = [f"rank {number}: {cause}" for number, cause in allgather_object(mine, process_set=process_set) if cause]

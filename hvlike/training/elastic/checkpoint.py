@@ -99,6 +99,9 @@ def _strange(value: Any) -> str | None:
 
 logger = logging.getLogger("hvlike")
 
+# Names of operations, as reports of ranks that wait show them: what the user has called.
+_SAVE, _LOAD = "hvd.checkpoint.save", "hvd.checkpoint.load"
+
 
 def check_values(saved: Mapping[str, Any]) -> None:
     """Raise UsageError for what a checkpoint cannot hold."""
@@ -159,7 +162,10 @@ def save_all(folder: str | os.PathLike[str], step: int, saved: Mapping[str, Any]
     world = current().world
     gathered: dict[str, Any] = {}
     compressed = settle(
-        "checkpoint.save", lambda: [name for name, value in saved.items() if _is_compressed(value)], as_it_is=True
+        "checkpoint.save",
+        lambda: [name for name, value in saved.items() if _is_compressed(value)],
+        as_it_is=True,
+        name=_SAVE,
     )
     for name, value in saved.items():
         if isinstance(value, DistributedOptimizer):
@@ -183,7 +189,7 @@ def save_all(folder: str | os.PathLike[str], step: int, saved: Mapping[str, Any]
             error = caught
     wrong = "" if error is None else describe_error(error)
     written: str
-    written, wrong = broadcast_object((path, wrong), name="hvlike.checkpoint.save")
+    written, wrong = broadcast_object((path, wrong), name=_SAVE)
     if wrong:
         raise CheckpointError(
             f"rank 0 cannot write a checkpoint of step {step} into {os.fspath(folder)}: {wrong}. Those that were there "
@@ -227,7 +233,7 @@ def load_all(folder: str | os.PathLike[str], into: Mapping[str, Any], *, trusted
     found, data = (
         _find(Path(folder)) if current().world.rank == 0 else (None, torch.empty(0, dtype=torch.uint8, device="cpu"))
     )
-    name, step, size, wrong = broadcast_object(found, name="hvlike.checkpoint.found")
+    name, step, size, wrong = broadcast_object(found, name=_LOAD)
     if not name:
         if wrong:
             raise CheckpointError(f"no checkpoint in {os.fspath(folder)} of rank 0 can be read: {'; '.join(wrong)}.")
@@ -236,10 +242,12 @@ def load_all(folder: str | os.PathLike[str], into: Mapping[str, Any], *, trusted
         "checkpoint.load",
         lambda: data if data.numel() == size else torch.empty(size, dtype=torch.uint8, device="cpu"),
         as_it_is=True,
+        name=_LOAD,
     )
-    broadcast_(memory, 0, name="hvlike.checkpoint.data")
-    saved = settle("checkpoint.load", lambda: _unpickled(memory, name, trusted=trusted), as_it_is=True)
-    return Checkpoint(step, name, settle("checkpoint.load", lambda: restore_parts(into, saved, name), as_it_is=True))
+    broadcast_(memory, 0, name=f"{_LOAD} (data)")
+    saved = settle("checkpoint.load", lambda: _unpickled(memory, name, trusted=trusted), as_it_is=True, name=_LOAD)
+    values = settle("checkpoint.load", lambda: restore_parts(into, saved, name), as_it_is=True, name=_LOAD)
+    return Checkpoint(step, name, values)
 
 
 def _unpickled(data: Tensor, name: str, *, trusted: bool) -> dict[str, Any]:

@@ -98,7 +98,8 @@ class Gradients(ReducedParameters):
         if slot.handed_over is not None:
             # Said once: synchronize(), which the text advises, shall not complain again.
             slot.version = gradient._version
-            raise usage_errors.too_many_passes(slot.name, self.backward_passes_per_step)
+            has_stepped = self.comparison.updates > 0
+            raise usage_errors.too_many_passes(slot.name, self.backward_passes_per_step, has_stepped=has_stepped)
         if not self.keep_local:
             slot.passes += 1
             if slot.passes >= self.backward_passes_per_step:

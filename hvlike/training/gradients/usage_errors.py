@@ -53,12 +53,20 @@ def list_names(names: Sequence[str]) -> str:
     return shown if len(names) <= _MOST_NAMES else f"{shown}, ... ({len(names)} in all)"
 
 
-def too_many_passes(name: str, passes: int) -> UsageError:
+def too_many_passes(name: str, passes: int, *, has_stepped: bool = False) -> UsageError:
+    left_over = ""
+    if passes > 1 and has_stepped:
+        # Earlier groups of passes were full, and zero_grad() drops what is left of one: so step() has been left out.
+        count = "1 pass is" if passes == 2 else f"1 to {passes - 1} passes are"
+        left_over = (
+            f"If you call step() after every {passes} passes, {count} left over from before, as at the end of an epoch "
+            f"whose number of batches is not a multiple of {passes}: call step() after its last batch, too. "
+        )
     return UsageError(
         f"Gradients were computed more than backward_passes_per_step times before call to step(). Increase "
         f"backward_passes_per_step to accumulate gradients locally. Parameter {name!r} has had {passes} of {passes} "
-        f"backward passes and its gradient is being reduced. Accumulate under optimizer.no_sync() all passes but the "
-        f"last, or call optimizer.step() after each. {DROP}"
+        f"backward passes and its gradient is being reduced. {left_over}Accumulate under "
+        f"optimizer.no_sync() all passes but the last, or call optimizer.step() after each. {DROP}"
     )
 
 

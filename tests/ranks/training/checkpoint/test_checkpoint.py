@@ -1,6 +1,7 @@
 """Checkpoints of a job: all ranks get what rank 0 has written; what is damaged is passed over; all learn of errors."""
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 from torch import nn
 
 from hvlike import checkpoint
-from hvlike.errors import CheckpointError, UsageError
+from hvlike.errors import CheckpointError, DeadlockError, UsageError
 from hvlike.nn import DistributedDataParallel
 from hvlike.optim import ZeroRedundancyOptimizer
 
@@ -157,3 +158,23 @@ def test_classes_of_others_are_loaded_only_when_the_file_is_trusted(hvd: ModuleT
         checkpoint.load(folder, own=other)
     checkpoint.load(folder, own=other, trusted=True)
     assert other.counter == 7
+
+
+CALLS: dict[str, Callable[[Path, nn.Module], Any]] = {
+    "save": lambda folder, model: checkpoint.save(folder, 1, model=model),
+    "load": lambda folder, model: checkpoint.load(folder, model=model),
+}
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("call", CALLS)
+def test_a_call_that_only_one_rank_makes_is_named_as_the_user_has_written_it(
+    hvd: ModuleType, folder: Path, call: str
+) -> None:
+    model = model_of(0)
+    with pytest.raises(DeadlockError, match=rf"rank 0 waits in \w+ 'hvd\.checkpoint\.{call}\b"):
+        CALLS[call](folder, model) if hvd.rank() == 0 else hvd.barrier()
+    checkpoint.save(folder, 2, model=model)
+    loaded = checkpoint.load(folder, model=model)
+    assert loaded is not None
+    assert loaded.step == 2

@@ -129,8 +129,30 @@ def test_more_backward_passes_than_declared(hvd: ModuleType) -> None:
     model, optimizer = make(passes=2)
     backward(hvd, model)
     backward(hvd, model)
-    with pytest.raises(UsageError, match="Gradients were computed more than backward_passes_per_step times before"):
+    with pytest.raises(UsageError, match="Gradients were computed more than backward_passes_per_step") as raised:
         backward(hvd, model)
+    # No group of passes has ended yet.
+    assert "left over" not in str(raised.value)
+    optimizer.synchronize()
+    optimizer.zero_grad()
+    optimizer.set_backward_passes_per_step(1)
+    check_that_training_goes_on(hvd, model, optimizer)
+
+
+@pytest.mark.parametrize(("passes", "left"), [(2, "1 pass is"), (4, "1 to 3 passes are")])
+def test_passes_that_an_epoch_has_left_over_are_named(hvd: ModuleType, passes: int, left: str) -> None:
+    model, optimizer = make(passes=passes)
+
+    def train_an_epoch() -> None:
+        for number in range(1, passes + 2):
+            backward(hvd, model)
+            if number % passes == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+
+    train_an_epoch()
+    with pytest.raises(UsageError, match=f"If you call step.* after every {passes} passes, {left} left over"):
+        train_an_epoch()
     optimizer.synchronize()
     optimizer.zero_grad()
     optimizer.set_backward_passes_per_step(1)
