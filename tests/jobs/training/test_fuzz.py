@@ -10,7 +10,7 @@ from support.fuzz.programs import Setting
 from support.fuzz.run import Runner
 from support.fuzz.strategies import KINDS
 
-PROGRAMS = 12
+PROGRAMS = 16
 SEED = 20
 
 

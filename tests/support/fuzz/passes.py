@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 
@@ -22,6 +22,7 @@ class Pass(Action):
     unused: pairs (part, rank) of parts that a rank leaves out; EVERYWHERE for all ranks.
     local: inside no_sync(). scaled: by the GradScaler. spoilt: the rank whose loss is infinite.
     inside: pairs (layer, frozen) that forward itself sets first. absent: a rank that leaves out the whole pass.
+    between: such pairs that are set between forward and backward.
     raiser: the rank on which the forms that raise do so; the others make a plain pass.
     """
 
@@ -34,6 +35,7 @@ class Pass(Action):
     inside: tuple[tuple[int, bool], ...] = ()
     absent: int | None = None
     raiser: int = EVERYWHERE
+    between: tuple[tuple[int, bool], ...] = ()
 
     def do(self, training: Training) -> None:
         if self.absent == training.world.rank:
@@ -46,15 +48,15 @@ class Pass(Action):
         own, words = training.batch(self.batch + shift)
         rows = own if rows is None else rows
         skipped = {part for part, rank in self.unused if rank in (EVERYWHERE, training.world.rank)}
-        handle = training.network.register_forward_pre_hook(lambda *_: self.set_inside(training))
+        handle = training.network.register_forward_pre_hook(lambda *_: self.set_frozen(training, self.inside))
         try:
             return training.model(rows.to(training.network.last.weight.dtype), words, skipped)
         finally:
             handle.remove()
 
-    def set_inside(self, training: Training) -> None:
-        """Freeze and thaw what forward itself does."""
-        for layer, frozen in self.inside:
+    def set_frozen(self, training: Training, pairs: Sequence[tuple[int, bool]]) -> None:
+        """Freeze and thaw layers."""
+        for layer, frozen in pairs:
             training.network.layer(layer).requires_grad_(not frozen)
 
     def loss(self, training: Training, output: Tensor) -> Tensor:
@@ -66,6 +68,7 @@ class Pass(Action):
 
     def backward(self, training: Training, loss: Tensor) -> None:
         """Differentiate, where anything of the loss can be."""
+        self.set_frozen(training, self.between)
         if loss.requires_grad:
             training.world.backward(training, loss, reduces=not self.local)
 

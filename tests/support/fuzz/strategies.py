@@ -204,6 +204,9 @@ class Draft:
         whole = self.wraps_module or self.steady or {"sync batch norm", "lazy"} & set(self.parts) or self.ranks == 1
         if not whole and form != "by hand" and self.chance(8):
             absent = self.choose(*range(self.ranks))
+        between: tuple[tuple[int, bool], ...] = ()
+        if form == "plain" and not whole and absent is None and "freeze" not in self.without and self.chance(5):
+            between = ((self.choose(*self.layers()), self.choose(True, False)),)
         raises_alone = alone and form.startswith("raise") and not whole and not unused and absent is None
         return Pass(
             self.batch(),
@@ -215,6 +218,7 @@ class Draft:
             # What forward sets is set on all ranks.
             inside=inside if absent is None else (),
             absent=absent,
+            between=between,
             raiser=self.choose(EVERYWHERE, *range(self.ranks)) if raises_alone else EVERYWHERE,
         )
 
