@@ -134,6 +134,9 @@ class Steps:
             failed = FAILED * (self._own_failure is not None)
             count = yield from backend.count_active(active + INCOMPLETE * lacks + failed)
             present = active_ranks(count)
+            if not present:
+                # The end of a Join context: gradients that a program holds meanwhile stay.
+                return 0
             if kind == REDUCE and self._reduction is not None:
                 yield from self._reduction.run(backend, active=active, incomplete=count >= INCOMPLETE)
             else:
