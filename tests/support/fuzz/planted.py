@@ -55,7 +55,7 @@ PLANTS = [
             "return parameter.requires_grad or parameter.grad is not None or self._stays(slot)",
             "return parameter.requires_grad",
         ),
-        (MODULE, "return parameter.requires_grad or self._stays(slot)", "return parameter.requires_grad"),
+        (MODULE, "return parameter.requires_grad or holds_sums or self._stays(slot)", "return parameter.requires_grad"),
     ),
     plant(
         "passes that accumulate nothing reduce",
