@@ -131,7 +131,8 @@ class Disturbed:
 
     def _job(self, launch: "subprocess.Popen[bytes]") -> tuple[list[int], list[int]]:
         """Process ids of mpirun, and of its ranks in order."""
-        mpirun = children(launch.pid)
+        # Between them is the process that outlives its caller (hvlike/launch/supervisor.py).
+        mpirun = [each for supervisor in children(launch.pid) for each in children(supervisor)]
         below = [child for each in mpirun for child in children(each)]
         # MPICH's has a daemon on each node, this one too.
         return mpirun, below if IS_OPEN_MPI else sorted(rank for each in below for rank in children(each))
