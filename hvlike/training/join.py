@@ -241,8 +241,9 @@ class Join:
         set_state = self._set_state
         marks = set_state.proxies.marks()
         everything = not self._beats
-        set_away(set_state, everything)
         try:
+            set_away(set_state, True, inline=everything)
+            set_state.proxies.check_idle("The Join context was left")
             scope = JoinScope.EVERYTHING if everything else JoinScope.PLANS
             handle = begin_join(set_state, marks, scope, f"left its Join context of {self._what}")
             missed = self._run_main_hooks() if self._beats else 0

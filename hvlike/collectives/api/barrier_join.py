@@ -6,6 +6,7 @@ A rank that has joined contributes neutral values until all ranks have joined; h
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -40,9 +41,14 @@ def barrier(process_set: ProcessSet | None = None) -> None:
     synchronize(set_state.controller.submit(RequestSpec("barrier"), name, [], lambda request: None, wake=False))
 
 
-def set_away(set_state: ProcessSetState, away: bool) -> None:
-    """Stop inline attempts here and on the other ranks while this rank is away, or allow them again. Local."""
-    if set_state.inline is not None:
+def set_away(set_state: ProcessSetState, away: bool, *, inline: bool = True) -> None:
+    """This thread stands in for its rank, which has no more data, or no longer so. Local.
+
+    Stops compiled steps here, what other threads of this rank begin, and with `inline` inline attempts on all ranks.
+    """
+    set_state.proxies.set_thread(threading.get_ident() if away else None)
+    set_state.plan_epoch.advance()
+    if set_state.inline is not None and inline:
         set_state.inline.set_away(away)
 
 
@@ -140,16 +146,11 @@ def join(device: int = -1) -> int:
     for set_state in set_states:
         if set_state.rounds.inside:
             raise UsageError("hvd.join() inside a Join context, which does the same at its end. Leave it first.")
-        for each in list(set_state.proxies.planned):
-            if each.busy:
-                raise UsageError(
-                    f"hvd.join() between backward and step: {each.name!r} is being reduced. Call optimizer.step() or "
-                    "optimizer.synchronize() first."
-                )
     marks = [set_state.proxies.marks() for set_state in set_states]
-    for set_state in set_states:
-        set_away(set_state, True)
     try:
+        for set_state in set_states:
+            set_away(set_state, True)
+            set_state.proxies.check_idle("hvd.join()")
         handles = [
             begin_join(set_state, mine, JoinScope.EVERYTHING, "called hvd.join()")
             for set_state, mine in zip(set_states, marks, strict=True)

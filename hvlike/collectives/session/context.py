@@ -339,6 +339,7 @@ def begin(what: str, name: str | None, process_set: ProcessSet | None) -> Call:
         set_state = current().find_set(process_set, what.capitalize())
     else:
         set_state = context.registry.set_states[0]
+    set_state.proxies.check_present(what.capitalize())
     if name is None:
         full_name = set_state.controller.names.next(what)
     elif isinstance(name, str):

@@ -248,7 +248,39 @@ class JoinedProxies:
         self._controller = controller
         self._by_name: dict[str, JoinedProxy] = {}
         self._missed = 0
+        self._thread: int | None = None  # That waits for the others to join too; None while this rank has inputs
         controller.stand_in = self._stand_in
+
+    def set_thread(self, thread: int | None) -> None:
+        """This thread stands in for this rank from now on; None: nobody does. Local."""
+        self._thread = thread
+
+    @property
+    def stands_in(self) -> bool:
+        """Whether some thread of this rank stands in for it."""
+        return self._thread is not None
+
+    def check_present(self, what: str) -> None:
+        """Raise UsageError where another thread stands in for this rank: both would take part in the same operation."""
+        if self._thread is not None and self._thread != threading.get_ident():
+            raise UsageError(
+                f"{what}: another thread of this rank has called hvd.join(), or has left the loop in its Join context, "
+                "while other ranks go on. It takes part with zeros in all that they do on this process set, so this "
+                "thread cannot take part as well. Use no collective of the set in other threads while one joins."
+            )
+
+    def check_idle(self, call: str) -> None:
+        """Raise UsageError where a step is half done, in which this rank cannot stand in too."""
+        for each in list(self.planned):
+            # A steady step of another thread has it.
+            with each._lock:
+                busy = each.busy
+            if busy:
+                raise UsageError(
+                    f"{call} between backward and step: {each.name!r} is being reduced. Call optimizer.step() or "
+                    "optimizer.synchronize() first. If another thread trains: let it end, a thread that joins speaks "
+                    "for the whole rank."
+                )
 
     def spare_queues(self) -> frozenset[int]:
         """The queues that are not used now, not even for the plan of an owner who is gone."""

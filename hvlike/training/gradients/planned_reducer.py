@@ -95,6 +95,7 @@ class PlannedReducer(PersistentOperation):
         self._on_device: set[int] = set()
         self._missing: list[int] = []
         self._started = 0
+        self._in_step = False
         self._error: BaseException | None = None
         self._compiled: CompiledStep | None = None
         self._epoch = self._set_state.plan_epoch
@@ -108,7 +109,7 @@ class PlannedReducer(PersistentOperation):
 
     @property
     def busy(self) -> bool:
-        return bool(self._marked)
+        return bool(self._marked) or self._in_step or super().busy
 
     @property
     def wants_marks(self) -> bool:
@@ -132,7 +133,7 @@ class PlannedReducer(PersistentOperation):
         with self._lock:
             self._marked[index] = tensor
             bucket = self._bucket_of.get(index)
-            if bucket is None or not self.overlaps or tensor.is_sparse:
+            if bucket is None or not self.overlaps or tensor.is_sparse or self._set_state.proxies.stands_in:
                 return
             if self._arrivals is not None and index in self._on_device:
                 # A tensor of a GPU is final once its stream has come to this point.
@@ -160,7 +161,6 @@ class PlannedReducer(PersistentOperation):
         compiled = self._compiled
         if (
             compiled is not None
-            and compiled.epoch == self._epoch.value
             and not self._started
             and compiled.thread == threading.get_ident()
             and self._run_compiled(compiled, tensors, missing)
@@ -173,6 +173,8 @@ class PlannedReducer(PersistentOperation):
         try:
             # The loop, which tells the end of what is left to it, needs the lock.
             with self._lock:
+                if compiled.epoch != self._epoch.value:
+                    return False
                 done = compiled.run(tensors, missing, self._step + 1, self._site, self._bucket_ended)
                 self._unfinished += done is False
             if done is None:
@@ -208,9 +210,12 @@ class PlannedReducer(PersistentOperation):
 
     def _finish_generally(self, tensors: Sequence[torch.Tensor], missing: Collection[int]) -> dict[int, torch.Tensor]:
         self._said = 1 + INCOMPLETE * bool(missing)
-        if not self._started:
-            self._follow_dtypes(tensors)
+        # First this: a thread that joins looks at it after it has said so.
+        self._in_step = True
         try:
+            self._set_state.proxies.check_present(self.name)
+            if not self._started:
+                self._follow_dtypes(tensors)
             check_gradients(tensors, lambda place: self._entries[place].name)
             schedule = self.schedule or self._agree(tensors)
             replaced: dict[int, torch.Tensor] = {}
@@ -233,7 +238,7 @@ class PlannedReducer(PersistentOperation):
             self.served += 1
             return replaced
         finally:
-            self._marked, self._said = {}, 1
+            self._marked, self._said, self._in_step = {}, 1, False
             self._expect_all()
             if self._early_from_next:
                 self.overlaps = self._hooks_move = True
