@@ -179,7 +179,7 @@ def copy_options(sources: Sequence[Mapping[str, Any]], targets: Sequence[dict[st
 _params_of: Callable[[Mapping[str, Any]], list[Tensor]] = itemgetter("params")
 _requires_grad: Callable[[Tensor], bool] = attrgetter("requires_grad")
 _dtype_of: Callable[[Tensor], torch.dtype] = attrgetter("dtype")
-_device_of: Callable[[Tensor], torch.device] = attrgetter("device")
+_device_of = torch.Tensor.get_device  # As a number, -1 for host memory: devices are slow to compare
 _gradient_of: Callable[[Tensor], Tensor | None] = attrgetter("grad")
 
 
