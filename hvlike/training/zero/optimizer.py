@@ -411,7 +411,7 @@ class ZeroRedundancyOptimizer(ShardedState, BuiltInJoinable):
             # Answers must be possible before another rank knows that this one has agreed.
             state_service(current())
             self._queue.agree()
-            state_service(current()).optimizers[self._group.number, self._queue.name] = self
+            state_service(current()).register((self._group.number, self._queue.name), self)
 
     def _options(self, at_end: bool) -> Options:
         return (*describe_options(self._groups), *describe_scale(self._scaler))

@@ -56,6 +56,7 @@ HERE = "has it"
 BEHIND = "has made fewer steps"
 AHEAD = "has made more steps"
 GONE = "no longer has the optimizer, or does not answer"
+LATE = "has not made the optimizer"
 
 CATCH_UP_SECONDS = 10.0  # How long a rank that is behind may take to catch up: it may still be loading a state
 _ANSWER_SECONDS = 120.0
@@ -68,19 +69,25 @@ class StateService:
     def __init__(self, context: Context) -> None:
         self._channel = context.fabric.channel
         self._loop = context.fabric.loop
-        self.optimizers: WeakValueDictionary[Key, ShardedState] = WeakValueDictionary()
+        self._optimizers: WeakValueDictionary[Key, ShardedState] = WeakValueDictionary()
+        self._made: set[Key] = set()
         self._number = 0
         self._answers: dict[int, tuple[str, States]] = {}
         self._lost: set[int] = set()
         context.when_lost.append(self._lost.update)
         self._channel.listen(Topic.ZERO_STATE, self._on_message)
 
+    def register(self, key: Key, optimizer: ShardedState) -> None:
+        """Answer for this optimizer as long as it is there. Local."""
+        self._optimizers[key] = optimizer
+        self._made.add(key)
+
     def fetch(self, rank: int, key: Key, version: int | None) -> tuple[str, States]:
         """Ask a rank of the job for its share, of this version. Blocks, but needs no call on that rank."""
         waited = 0.0
         while True:
             status, states = self._ask(rank, key, version)
-            if status != BEHIND or waited >= CATCH_UP_SECONDS:
+            if status not in (BEHIND, LATE) or waited >= CATCH_UP_SECONDS:
                 return status, states
             self._loop.wait(lambda: False, _PAUSE_SECONDS)
             waited += _PAUSE_SECONDS
@@ -96,9 +103,12 @@ class StateService:
         what, *rest = message
         if what == "ask":
             key, number, version = rest
-            optimizer = self.optimizers.get(key)
+            optimizer = self._optimizers.get(key)
             try:
-                share = Share(GONE) if optimizer is None else optimizer._snapshot(version)
+                if optimizer is None:
+                    share = Share(GONE if key in self._made else LATE)
+                else:
+                    share = optimizer._snapshot(version)
             except Exception as error:  # __reduce__ of any class may raise anything
                 share = Share(f"has a state that cannot be pickled ({describe_error(error)})")
             answer = ("answer", number, share.status, share.structure)

@@ -1,6 +1,7 @@
 """State dicts: consolidated on one rank they are those of the plain optimizer, and every rank loads its share."""
 
 import copy
+import time
 from types import ModuleType
 from typing import Any
 
@@ -105,6 +106,18 @@ def test_without_consolidation_the_others_are_asked(hvd: ModuleType, who: str) -
     train(model, optimizer, range(3, 4))
     train(plain, reference, range(3, 4))
     assert difference(model, plain) == 0
+
+
+@pytest.mark.mpi(min_size=2)
+def test_one_rank_asks_before_another_has_made_the_optimizer(hvd: ModuleType) -> None:
+    """Nothing in the constructor waits for other ranks, so this may take a while there."""
+    model = net()
+    if hvd.rank() == 1:
+        time.sleep(0.3)
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), Adam, lr=0.01)
+    if hvd.rank() == 0:
+        assert optimizer.state_dict()["state"] == {}
+    hvd.barrier()
 
 
 @pytest.mark.mpi(min_size=2)
