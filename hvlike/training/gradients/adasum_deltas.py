@@ -52,6 +52,10 @@ class AdasumDeltas(Gradients):
         if late is not None:
             raise late
 
+    def _stays(self, slot: GradState | None) -> bool:
+        """Once reduced, always: whether a frozen parameter has a gradient may differ between ranks."""
+        return slot is not None
+
     def prepare_for_scaler(self) -> None:
         """Let all ranks find an infinity where one does, so that all skip the step or none. Collective; blocks."""
         self.refresh()

@@ -226,6 +226,21 @@ def test_a_frozen_parameter_with_a_gradient_left_does_not_part_the_ranks(hvd: Mo
     assert same_on_all_ranks(model.parameters())
 
 
+@pytest.mark.mpi(min_size=2)
+def test_a_frozen_parameter_with_a_gradient_on_one_rank_only(hvd: ModuleType) -> None:
+    """Frozen for good: the ranks agree on what is reduced, whoever has a gradient left."""
+    model, optimizer = make(hvd)
+    train(hvd, model, optimizer)
+    frozen = model.get_parameter("0.weight")
+    frozen.requires_grad_(False)
+    for step in range(4):
+        frozen.grad = torch.ones_like(frozen) if hvd.rank() == 1 else None
+        backward(hvd, model, step)
+        optimizer.step()
+        assert same_on_all_ranks(model.parameters())
+        optimizer.zero_grad(set_to_none=False)
+
+
 def test_copies_and_pickles_go_on_alike(hvd: ModuleType) -> None:
     model, optimizer = make(hvd)
     train(hvd, model, optimizer)
