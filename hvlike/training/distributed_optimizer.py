@@ -85,7 +85,8 @@ class DistributedOptimizer(DelegatingOptimizer, BuiltInJoinable):
             only.
         num_groups: Older name for a number as `groups`; 0 for none.
         groups: Parameters whose gradients are reduced together: a number of equal groups, or lists of parameters.
-        sparse_as_dense: Send sparse gradients as dense ones.
+        sparse_as_dense: Send sparse gradients as dense ones. They come back sparse, but on a rank that has never had
+            a sparse one for that parameter.
         process_set: The ranks to reduce over; None for all. A rank outside of it steps on its own gradients.
 
     Raises:

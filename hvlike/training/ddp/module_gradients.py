@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import fields, is_dataclass, replace
 from functools import partial
 from operator import is_
@@ -32,12 +33,17 @@ from hvlike.training.ddp.end_of_backward import (
     is_inside_backward,
     will_reach,
 )
-from hvlike.training.gradients.grad_state import GradState, Phase
+from hvlike.training.gradients.grad_state import GradState, Phase, note_reduced
 from hvlike.training.gradients.gradients import Gradients
 from hvlike.training.gradients.parameters import temporary_gradients
 from hvlike.training.gradients.planned_queue import IN_ONE_THREAD
 from hvlike.training.gradients.reduction import Reducer, Reduction
-from hvlike.training.gradients.usage_errors import changed_while_reducing, list_names, used_in_backward
+from hvlike.training.gradients.usage_errors import (
+    changed_while_reducing,
+    list_names,
+    unfinished,
+    used_in_backward,
+)
 from hvlike.untraced import untraced
 
 
@@ -116,7 +122,9 @@ class ModuleGradients(Gradients):
             self.abandon()
         ended = not self._under_way
         if not ended:
-            self._complete()
+            # What the program has done with gradients since then matters as little as what was left of the pass.
+            with suppress(UsageError):
+                self._complete()
         missing, self._missing = self._missing, None
         if self._hooks.lost:
             super().take_back()
@@ -125,15 +133,7 @@ class ModuleGradients(Gradients):
         self._uses_own = not stands_in or (self._uses_own and self._pending)
         self._pending = True
         if (missing and not self.find_unused) or not ended:
-            cause = "" if ended else " Its backward pass was interrupted by an error."
-            raise DataParallelError(
-                "Expected to have finished reduction in the prior iteration before starting a new one."
-                f"{cause} Parameters that have received no gradient on rank {rank()}: "
-                f"{list_names([slot.name for slot in missing or ()])}. (1) Pass find_unused_parameters=True to "
-                "DistributedDataParallel where a module does not use all of its parameters in every iteration; (2) let "
-                "all outputs of forward take part in the loss. The reduction was completed with zeros in their places, "
-                "so all ranks can go on with this iteration."
-            )
+            raise unfinished([slot.name for slot in missing or ()], rank(), interrupted=not ended)
 
     def after_forward(self, output: Any, *, synchronised: bool) -> None:
         self._look()
@@ -277,7 +277,9 @@ class ModuleGradients(Gradients):
         arrived = super()._all_arrived()
         unreached: dict[GradState, None] = {}
         if arrived is None:
-            unreached = {each: None for each in self._slots if not (self._is_reached(each) or each.rests)}
+            # What was frozen since forward accumulates nothing.
+            trained = (each for each in self._slots if each.parameter.requires_grad and not each.rests)
+            unreached = {each: None for each in trained if not self._is_reached(each)}
         if self._missing is not None:
             unreached = {slot: None for slot in self._missing if slot in unreached}
         self._missing = unreached
@@ -328,8 +330,8 @@ class ModuleGradients(Gradients):
         reducer = self._ready_reducer()
         if reducer is not None:
             reducer.finish([slot.nothing() for slot in self._slots], range(len(self._slots)))
-        for slot in self._slots:
-            slot.was_trained = not slot.rests
+        if note_reduced(self._slots):
+            self._watch = None
 
     def _new_reducer(self, context: Context) -> Reducer | None:
         reducer: Reducer | None = None

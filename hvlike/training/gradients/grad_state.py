@@ -190,13 +190,23 @@ class GradState:
             self.parameter.grad = reduced
 
 
-def reset(slots: Iterable[GradState]) -> None:
+def reset(slots: Sequence[GradState]) -> bool:
+    """Begin a step; returns what `note_reduced` does."""
     for slot in slots:
         slot.passes = 0
         slot.reached = False
         slot.handed_over = None
         slot.wire = None
+    return note_reduced(slots)
+
+
+def note_reduced(slots: Sequence[GradState]) -> bool:
+    """All were reduced. Whether a frozen one was so for the last time: what is reduced may change then."""
+    last = False
+    for slot in slots:
+        last = last or (slot.rests and slot.was_trained)
         slot.was_trained = not slot.rests
+    return last
 
 
 @untraced

@@ -176,7 +176,8 @@ class Gradients(ReducedParameters):
         disturbed: UsageError | None = None
         if self._one_hook.slot is None or not self._reduce_seen():
             disturbed = self._reduce()
-            reset(self._slots)
+            if reset(self._slots):
+                self._watch = None
         self.phase = Phase.SYNCHRONIZED
         disturbed = disturbed or late
         if disturbed is not None:

@@ -6,7 +6,7 @@ import sys
 import warnings
 from collections.abc import Sequence
 
-from hvlike.errors import UsageError
+from hvlike.errors import DataParallelError, UsageError
 
 _MOST_NAMES = 5
 
@@ -128,3 +128,22 @@ def inside_no_sync(call: str) -> UsageError:
 
 def changed_while_reducing(call: str) -> UsageError:
     return UsageError(f"{call} was called after loss.backward() but before optimizer.step(). Call it after the step.")
+
+
+def unfinished(names: Sequence[str], rank: int, *, interrupted: bool) -> DataParallelError:
+    """The next forward pass of a DistributedDataParallel finds that these parameters have received no gradient."""
+    text = "Expected to have finished reduction in the prior iteration before starting a new one."
+    if interrupted:
+        text += " Its backward pass was interrupted by an error."
+    if names:
+        text += f" Parameters that have received no gradient on rank {rank}: {list_names(names)}."
+    if interrupted:
+        text += " Call zero_grad() and make this iteration anew."
+    else:
+        text += (
+            " (1) Pass find_unused_parameters=True to DistributedDataParallel where a module does not use all of its "
+            "parameters in every iteration; (2) let all outputs of forward take part in the loss."
+        )
+    return DataParallelError(
+        f"{text} The reduction was completed with zeros in their places, so all ranks can go on with this iteration."
+    )

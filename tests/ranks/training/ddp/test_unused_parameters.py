@@ -92,8 +92,9 @@ def test_left_out_by_one_rank(hvd: ModuleType) -> None:
     run(ddp, "abc")
 
 
-def test_a_backward_pass_that_failed(hvd: ModuleType) -> None:
-    """One rank fails in the middle of a pass: the others get its zeros once it goes on."""
+@pytest.mark.parametrize("drops", [False, True])
+def test_a_backward_pass_that_failed(hvd: ModuleType, drops: bool) -> None:
+    """One rank fails in the middle of a pass, and may drop its gradients: the others get its zeros once it goes on."""
     module = Branches()
     ddp = DistributedDataParallel(module)
     run(ddp, "abc")
@@ -103,6 +104,8 @@ def test_a_backward_pass_that_failed(hvd: ModuleType) -> None:
         with pytest.raises(ZeroDivisionError):
             result.square().mean().backward()
         fail.active = False
+        if drops:
+            ddp.zero_grad()
         with pytest.raises(DataParallelError, match=r"interrupted by an error.*'layers\.a\.weight'"):
             ddp(inputs(), "abc")
     else:

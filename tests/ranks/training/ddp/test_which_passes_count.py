@@ -223,6 +223,20 @@ def test_a_pass_that_fails_before_it_reaches_a_parameter(hvd: ModuleType) -> Non
     assert same_on_all_ranks(gradients(module))
 
 
+def test_frozen_between_forward_and_backward(hvd: ModuleType) -> None:
+    """It accumulates nothing, so nothing of it is missing."""
+    module = make()
+    ddp = DistributedDataParallel(module)
+    for frozen in (True, False, True):
+        ddp.zero_grad()
+        output = ddp(inputs())
+        module[0].requires_grad_(not frozen)
+        output.square().mean().backward()
+        assert (module[0].weight.grad is None) == frozen
+        assert same_on_all_ranks([each for each in gradients(module) if each is not None])
+        module[0].requires_grad_(True)
+
+
 class Failing:
     """A hook that fails as long as it is active."""
 
