@@ -7,7 +7,7 @@ import pickle
 from dataclasses import dataclass
 
 import torch
-from support.fuzz.models import WIDTH, Half, Layer
+from support.fuzz.models import WIDTH, Half, Layer, Words
 from support.fuzz.programs import Action
 from support.fuzz.training import Training
 from torch import nn
@@ -93,6 +93,33 @@ class Replace(Action):
         for group in training.optimizer.param_groups:
             group["params"] = [new if each is old else each for each in group["params"]]
         training.optimizer.state.pop(old, None)
+
+
+@dataclass(frozen=True)
+class Resize(Action):
+    """Give the table of an embedding one more row by its `data`."""
+
+    part: int
+
+    def do(self, training: Training) -> None:
+        part = training.network.layer(self.part)
+        assert isinstance(part, Words)
+        table = part.table.weight
+        table.grad = None
+        table.data = torch.cat([table.data, table.data[:1] + 1])
+        training.resized.add(table)
+
+
+@dataclass(frozen=True)
+class Resume(Action):
+    """Load all state into new wrappers, among other ranks; the rest trains alone."""
+
+    ranks: tuple[int, ...]
+
+    def do(self, training: Training) -> None:
+        training.network.zero_grad()
+        training.world.resume(training, self.ranks)
+        training.scheduler = None
 
 
 @dataclass(frozen=True)

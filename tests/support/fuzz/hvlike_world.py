@@ -14,12 +14,12 @@ from torch import Tensor
 import hvlike as hvd
 from hvlike.join import Join, Joinable
 from hvlike.nn import DistributedDataParallel, allreduce_hook, bf16_compress_hook, fp16_compress_hook
-from hvlike.optim import ZeroRedundancyOptimizer
+from hvlike.optim import ZeroRedundancyOptimizer, hook_with_zero_step, hook_with_zero_step_interleaved
 
 OPS = {"average": hvd.Average, "sum": hvd.Sum, "adasum": hvd.Adasum}
 COMPRESSIONS = {"none": hvd.Compression.none, "fp16": hvd.Compression.fp16, "bf16": hvd.Compression.bf16}
 # Read by the program's wrapper, not by hvlike's.
-OF_PROGRAM = ("named", "start", "hook")
+OF_PROGRAM = ("named", "start", "hook", "in_backward", "process_set")
 
 
 def own_hook(state: object, bucket: Any) -> Any:
@@ -27,6 +27,7 @@ def own_hook(state: object, bucket: Any) -> Any:
     return hvd.allreduce_async(bucket.buffer(), name=f"bucket {bucket.index()}")
 
 
+IN_BACKWARD = {"at the end": hook_with_zero_step, "interleaved": hook_with_zero_step_interleaved}
 HOOKS = {"allreduce": allreduce_hook, "fp16": fp16_compress_hook, "bf16": bf16_compress_hook, "own": own_hook}
 
 
@@ -54,8 +55,8 @@ class HvlikeWorld:
             options["op"] = OPS[options["op"]]
         if "compression" in options:
             options["compression"] = COMPRESSIONS[options["compression"]]
-        if options.get("process_set") is not None:
-            options["process_set"] = self.process_set(options["process_set"])
+        if len(training.ranks) < self.size:
+            options["process_set"] = self.process_set(training.ranks)
         if options.get("groups") == "lists":
             parameters = [each for each in training.network.parameters() if each.requires_grad]
             options["groups"] = [parameters[::2], parameters[1::2]]
@@ -85,18 +86,32 @@ class HvlikeWorld:
             training.optimizer = hvd.DistributedOptimizer(
                 make_optimizer(program.optimizer, parameters), named, **options
             )
-        elif program.kind == "zero alone":
-            training.optimizer = ZeroRedundancyOptimizer(parameters, kind, reduce_gradients=True, lr=LR, **settings)
-        elif self.rank not in (program.given.get("process_set") or range(self.size)):
+        elif self.rank not in training.ranks:
             training.optimizer = make_optimizer(program.optimizer, parameters)
+        elif program.kind == "zero alone":
+            training.optimizer = ZeroRedundancyOptimizer(
+                parameters, kind, reduce_gradients=True, process_set=options.get("process_set"), lr=LR, **settings
+            )
         else:
-            training.model = DistributedDataParallel(network, **options)
-            if "hook" in program.given:
-                training.model.register_comm_hook(None, HOOKS[program.given["hook"]])
-            if program.kind == "zero":
-                training.optimizer = ZeroRedundancyOptimizer(parameters, kind, lr=LR, **settings)
-            else:
+            model = training.model = DistributedDataParallel(network, **options)
+            hook = HOOKS[program.given.get("hook", "allreduce")]
+            if program.kind != "zero":
                 training.optimizer = make_optimizer(program.optimizer, parameters)
+            else:
+                way = program.given.get("in_backward")
+                zero = training.optimizer = ZeroRedundancyOptimizer(
+                    parameters,
+                    kind,
+                    process_set=options.get("process_set"),
+                    overlap_with_ddp=way is not None,
+                    lr=LR,
+                    **settings,
+                )
+                if way is not None:
+                    model.register_comm_hook(None, IN_BACKWARD[way](hook, model, zero, warm_up=0))
+                    return
+            if "hook" in program.given:
+                model.register_comm_hook(None, hook)
 
     def backward(self, training: Training, loss: Tensor, *, reduces: bool, **options: bool) -> None:
         """Run a backward pass; hvlike sees for itself what follows."""
@@ -125,7 +140,7 @@ class HvlikeWorld:
 
     def clip(self, training: Training, norm: float) -> None:
         """Clip by hvlike's function where gradients are not reduced yet."""
-        if training.program.kind in ("optimizer", "zero alone"):
+        if training.program.kind in ("optimizer", "zero alone") and isinstance(training.optimizer, Joinable):
             hvd.clip_grad_norm_(training.optimizer, norm)
         else:
             torch.nn.utils.clip_grad_norm_(training.network.parameters(), norm)
@@ -133,6 +148,16 @@ class HvlikeWorld:
     def rewrap(self, training: Training) -> None:
         """Wrap the model anew while the earlier wrapper is there."""
         self._make_wrappers(training)
+
+    def resume(self, training: Training, ranks: Sequence[int]) -> None:
+        """Send the state of the first rank, wrap anew, load."""
+        root = training.ranks[0]
+        state = training.optimizer.state_dict() if self.rank == root else None
+        state = hvd.broadcast_object(state, root_rank=root)
+        hvd.broadcast_parameters(training.network.state_dict(), root_rank=root)
+        training.ranks, training.model = ranks, training.network
+        self._make_wrappers(training)
+        training.optimizer.load_state_dict(state)
 
     def compiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Compile a function of the program, by the backend that changes nothing of what it computes."""
@@ -155,5 +180,5 @@ class HvlikeWorld:
         found: dict[int, dict[str, Any]] = training.optimizer.state_dict()["state"]
         if isinstance(training.optimizer, ZeroRedundancyOptimizer):
             # They answer only as long as they make no other step.
-            hvd.barrier()
+            hvd.barrier(process_set=self.process_set(training.ranks))
         return found

@@ -16,10 +16,11 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+from support.fuzz.documented import DocumentedError
 from support.fuzz.models import SyncNorm, make_network
 from support.fuzz.outcomes import Outcome
 from support.fuzz.programs import Program
-from support.fuzz.reference import ReferenceModule, ReferenceOptimizer, combined
+from support.fuzz.reference import ReferenceModule, ReferenceOptimizer, UpdatedInBackward, combined
 from support.fuzz.reference_norm import ReferenceSyncNorm
 from support.fuzz.training import Training, is_lazy, make_optimizer, start_differently
 from torch import Tensor
@@ -106,11 +107,14 @@ class SimulatedWorld:
         program, network = training.program, training.network
         if program.kind in ("optimizer", "zero alone"):
             training.optimizer = ReferenceOptimizer(
-                make_optimizer(program.optimizer, network.parameters()), self, program
+                make_optimizer(program.optimizer, network.parameters()), self, program, training.ranks
             )
             return
-        training.model = ReferenceModule(network, self, program)
-        training.optimizer = make_optimizer(program.optimizer, network.parameters())
+        inner = make_optimizer(program.optimizer, network.parameters())
+        training.optimizer = UpdatedInBackward(inner) if "in_backward" in program.given else inner
+        if program.kind == "zero" and self.rank not in training.ranks:
+            training.optimizer = inner
+        training.model = ReferenceModule(network, self, program, training.ranks)
 
     def _broadcast(self, tensors: Sequence[Tensor]) -> None:
         dense = [each for each in tensors if each.layout is torch.strided and not is_lazy(each)]
@@ -123,20 +127,28 @@ class SimulatedWorld:
         """Run a backward pass, then what follows from it."""
         parameters = list(training.network.parameters())
         before = [(each.grad, None if each.grad is None else each.grad._version) for each in parameters]
+        failure: BaseException | None = None
         try:
             loss.backward(**options)
-        except BaseException:
-            if isinstance(training.model, ReferenceModule) and reduces:
-                training.model.interrupted = True
-            raise
+        except BaseException as error:
+            failure = error
         reached = {
             each
             for each, (gradient, version) in zip(parameters, before, strict=True)
             if each.grad is not None and (each.grad is not gradient or each.grad._version != version)
         }
+        if failure is not None:
+            if isinstance(training.model, ReferenceModule):
+                training.model.interrupted |= reduces
+                training.model.reached |= reached
+            raise failure
+        if reached & training.resized and training.program.kind != "zero alone":
+            raise DocumentedError("resized parameter")
         for each in (training.model, training.optimizer):
             if isinstance(each, (ReferenceModule, ReferenceOptimizer)):
                 each.after_backward(reached, reduces=reduces)
+        if reduces and reached and isinstance(training.optimizer, UpdatedInBackward):
+            training.optimizer.update()
 
     def no_sync(self, training: Training) -> AbstractContextManager[None]:
         """Return the context of local passes."""
@@ -169,9 +181,29 @@ class SimulatedWorld:
             for each, value in zip(values, theirs, strict=True):
                 each.copy_(value)
         if training.program.kind != "ddp" and training.program.given.get("op") != "adasum":
-            training.optimizer.load_state_dict(copy.deepcopy(state))
+            self._load(training, state)
         if isinstance(training.model, ReferenceModule):
             training.model.buffers_are_due = True
+
+    def _load(self, training: Training, state: dict[str, Any]) -> None:
+        """Take over options and state as they are: load_state_dict() casts to the dtype of the parameters."""
+        inner = self.for_scheduler(training)
+        inner.load_state_dict(copy.deepcopy(state))
+        parameters = [each for group in inner.param_groups for each in group["params"]]
+        for place, kept in copy.deepcopy(state["state"]).items():
+            inner.state[parameters[place]] = kept
+
+    def resume(self, training: Training, ranks: Sequence[int]) -> None:
+        """Take over the state of the first rank, wrap anew, load."""
+        values = [each for each in training.network.state_dict().values() if each.layout is torch.strided]
+        everybody = self.gather(([each.detach().clone() for each in values], training.optimizer.state_dict()))
+        theirs, state = copy.deepcopy(everybody[training.ranks[0]])
+        with torch.no_grad():
+            for each, value in zip(values, theirs, strict=True):
+                each.copy_(value)
+        training.ranks, training.model = ranks, training.network
+        self.rewrap(training)
+        training.optimizer.load_state_dict(state)
 
     def average(self, tensors: list[Tensor]) -> None:
         """Average by hand."""

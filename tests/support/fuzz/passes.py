@@ -24,6 +24,7 @@ class Pass(Action):
     inside: pairs (layer, frozen) that forward itself sets first. absent: a rank that leaves out the whole pass.
     between: such pairs that are set between forward and backward.
     raiser: the rank on which the forms that raise do so; the others make a plain pass.
+    caught: an error that the pages describe is caught, and the program goes on.
     """
 
     batch: int
@@ -36,12 +37,19 @@ class Pass(Action):
     absent: int | None = None
     raiser: int = EVERYWHERE
     between: tuple[tuple[int, bool], ...] = ()
+    caught: bool = False
 
     def do(self, training: Training) -> None:
         if self.absent == training.world.rank:
             return
+        form = FORMS["plain" if self.raiser not in (EVERYWHERE, training.world.rank) else self.form]
         with training.world.no_sync(training) if self.local else nullcontext():
-            FORMS["plain" if self.raiser not in (EVERYWHERE, training.world.rank) else self.form](self, training)
+            try:
+                form(self, training)
+            except Exception as error:
+                if not self.caught:
+                    raise
+                training.see_error(error)
 
     def output(self, training: Training, shift: int = 0, rows: Tensor | None = None) -> Tensor:
         """Run the model on this rank's batch."""

@@ -10,8 +10,8 @@ if TYPE_CHECKING:
     from support.fuzz.training import Training
 
 
-# Kinds of torch's own wrappers, which run over hvlike's backend and over gloo.
-TORCH = ("torch ddp", "fsdp2")
+# Kinds that run twice: torch's own wrappers over hvlike's backend and over gloo; hvlike's DDP, and torch's over gloo.
+TORCH = ("torch ddp", "fsdp2", "ddp beside gloo")
 
 
 @dataclass(frozen=True)

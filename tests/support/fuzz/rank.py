@@ -59,8 +59,9 @@ def run(world: HvlikeWorld, program: Program, log: Log) -> Outcome | tuple[Outco
             # Few jobs use it, and it takes long to import.
             from support.fuzz.torch_world import TorchWorld, groups
 
-            first, second = (Training(TorchWorld(group), program).run() for group in groups())
-            return first, second
+            over_hvlike, over_gloo = (TorchWorld(group) for group in groups())
+            first = world if program.kind == "ddp beside gloo" else over_hvlike
+            return Training(first, program).run(), Training(over_gloo, program).run()
         if program.second is not None:
             trainings = Training(world, program, label="first."), Training(world, program.second, label="second.")
             return run_beside(*trainings, threads=program.threads)

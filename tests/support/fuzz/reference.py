@@ -8,16 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from support.adasum_reference import adasum
+from support.fuzz.documented import DocumentedError
 from support.fuzz.programs import Program
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 if TYPE_CHECKING:
     from support.fuzz.oracle import SimulatedWorld
-
-
-class DocumentedError(Exception):
-    """An error that the pages describe; its text is the cause, a key of judge.DOCUMENTED."""
 
 
 # By a program's compression or hook, the dtype in which gradients travel.
@@ -49,13 +46,12 @@ def combined(parts: Sequence[Tensor | None], op: str, divisor: int, wire: torch.
 class ReferenceOptimizer:
     """An optimizer that steps on reduced gradients."""
 
-    def __init__(self, inner: Optimizer, world: SimulatedWorld, program: Program) -> None:
+    def __init__(self, inner: Optimizer, world: SimulatedWorld, program: Program, ranks: Sequence[int]) -> None:
         options = program.given
         self.inner, self.world = inner, world
         self.op: str = options.get("op", "average")
         self.passes: int = options.get("backward_passes_per_step", 1)
-        ranks = options.get("process_set")
-        self.ranks: Sequence[int] = tuple(range(world.size)) if ranks is None else ranks
+        self.ranks = ranks
         self.divisor = len(self.ranks)
         self.wire = wire_of(program) if self.divisor > 1 else None
         self.present: Sequence[int] | None = None
@@ -75,8 +71,10 @@ class ReferenceOptimizer:
     def no_sync(self) -> Iterator[None]:
         """Let passes accumulate."""
         before, self.local = self.local, True
-        yield
-        self.local = before
+        try:
+            yield
+        finally:
+            self.local = before
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
@@ -120,7 +118,7 @@ class ReferenceOptimizer:
             if self.world.rank not in self.ranks or self.op == "adasum":
                 return loss
             losses = self.world.gather(loss.detach().clone(), self.ranks)
-            return combined(losses, self.op, self.divisor, self.wire)
+            return combined(losses, self.op, self.divisor)
 
         of_deltas = self.op == "adasum" and self.world.rank in self.ranks
         before = [each.detach().clone() for each in self.parameters()] if of_deltas else []
@@ -158,15 +156,14 @@ class ReferenceOptimizer:
 class ReferenceModule(nn.Module):
     """A module whose gradients are averages when a backward pass has ended."""
 
-    def __init__(self, module: nn.Module, world: SimulatedWorld, program: Program) -> None:
+    def __init__(self, module: nn.Module, world: SimulatedWorld, program: Program, ranks: Sequence[int]) -> None:
         super().__init__()
         options = program.given
         self.module, self.world = module, world
         self.finds_unused = options.get("find_unused_parameters") or options.get("static_graph")
         self.sends_buffers = options.get("broadcast_buffers", True)
         self.registered = list(module.parameters())
-        ranks = options.get("process_set")
-        self.ranks: Sequence[int] = tuple(range(world.size)) if ranks is None else ranks
+        self.ranks = ranks
         self.divisor = len(self.ranks)
         self.wire = wire_of(program) if self.divisor > 1 else None
         # The ranks that have inputs, inside of a Join context.
@@ -179,6 +176,8 @@ class ReferenceModule(nn.Module):
             self._take_start()
         self.reached: set[Tensor] = set()
         self.missing: set[Tensor] | None = None
+        # What required a gradient when the last forward pass ended.
+        self.expected: set[Tensor] = set()
 
     def _take_start(self) -> None:
         """Begin with the first rank's parameters, and its buffers where buffers are sent."""
@@ -199,12 +198,14 @@ class ReferenceModule(nn.Module):
     def no_sync(self) -> Iterator[None]:
         """Let passes through forwards made inside accumulate."""
         before, self.local = self.local, True
-        yield
-        self.local = before
+        try:
+            yield
+        finally:
+            self.local = before
 
     def forward(self, *inputs: Any, **keywords: Any) -> Any:
         """Send the first rank's buffers, run the module."""
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() and self.world.rank in self.ranks:
             missing, interrupted = self.missing, self.interrupted
             if not self.local:
                 self.missing, self.interrupted = None, False
@@ -215,7 +216,10 @@ class ReferenceModule(nn.Module):
             if self.buffers_are_due and self.sends_buffers:
                 self._send_buffers()
             self.buffers_are_due = not self.local
-        return self.module(*inputs, **keywords)
+        output = self.module(*inputs, **keywords)
+        if torch.is_grad_enabled():
+            self.expected = {each for each in self.registered if each.requires_grad}
+        return output
 
     def _send_buffers(self) -> None:
         buffers = dict(self.module.named_buffers())
@@ -248,7 +252,8 @@ class ReferenceModule(nn.Module):
             self.reached = set()
             return
         everybody = self.world.gather(mine, self.ranks)
-        unreached = {each for each in self.registered if each.requires_grad and each not in self.reached}
+        # What was frozen since then accumulates nothing.
+        unreached = {each for each in self.expected if each.requires_grad and each not in self.reached}
         self.missing = unreached if self.missing is None else self.missing & unreached
         self.reached = set()
         for place, parameter in enumerate(self.registered):
@@ -256,3 +261,22 @@ class ReferenceModule(nn.Module):
             total = combined([gradient for _, gradient in parts], "average", self.divisor, self.wire)
             if any(used for used, _ in parts):
                 parameter.grad = total
+
+
+class UpdatedInBackward:
+    """An optimizer whose update is part of the backward pass, and whose step() does nothing."""
+
+    def __init__(self, inner: Optimizer) -> None:
+        self.inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "inner":
+            raise AttributeError(name)
+        return getattr(self.inner, name)
+
+    def step(self) -> None:
+        """Do nothing."""
+
+    def update(self) -> None:
+        """What a backward pass that has reduced does."""
+        self.inner.step()

@@ -62,16 +62,9 @@ class CompiledSteps(Action):
     set_to_none: bool = True
 
     def do(self, training: Training) -> None:
-        def train(rows: torch.Tensor, words: torch.Tensor) -> None:
-            training.optimizer.zero_grad(set_to_none=self.set_to_none)
-            loss = training.model(rows, words).square().mean()
-            training.world.backward(training, loss, reduces=True)
-            training.optimizer.step()
-
-        function = training.world.compiled(train)
+        function = training.world.compiled(training.train)
         for batch in self.batches:
-            rows, words = training.batch(batch)
-            function(rows.to(training.network.last.weight.dtype), words)
+            function(*training.batch(batch), self.set_to_none)
             training.see("compiled step")
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import replace
+from itertools import combinations
 from typing import Any, TypeVar
 
 from hypothesis import strategies as st
-from support.fuzz.changes import Add, Convert, Copy, Freeze, FreezeAll, Hook, Reload, Replace, Rewrap
+from support.fuzz.changes import Add, Convert, Copy, Freeze, FreezeAll, Hook, Reload, Replace, Resize, Resume, Rewrap
 from support.fuzz.models import OTHER_DTYPES, PARTS, WITHOUT_PARAMETERS
 from support.fuzz.passes import EVERYWHERE, Evaluate, Pass
 from support.fuzz.programs import TORCH, Action, Program
@@ -36,9 +37,19 @@ OTHER_FORMS = ("two backwards", "by hand", "raise in backward")
 class Draft:
     """A program while it is drawn."""
 
-    def __init__(self, draw: Draw, kind: str, ranks: int, without: Collection[str], *, threads: bool = False) -> None:
+    def __init__(
+        self,
+        draw: Draw,
+        kind: str,
+        ranks: int,
+        without: Collection[str],
+        *,
+        threads: bool = False,
+        beside: str | None = None,
+    ) -> None:
+        """beside: the kind of a program whose actions come between those of this one."""
         self.draw, self.kind, self.ranks, self.without = draw, kind.removeprefix("compiled "), ranks, without
-        self.threads = threads
+        self.threads, self.beside = threads, beside
         self.compiles = kind.startswith("compiled")
         self.actions: list[Action] = []
         self.batches = 0
@@ -46,8 +57,11 @@ class Draft:
         self.wraps_module = self.is_torch or kind.removeprefix("compiled ") in ("ddp", "zero")
         self.options = self.draw_options()
         self.parts = tuple(draw(st.lists(st.sampled_from(self.allowed_parts()), max_size=MOST_PARTS)))
-        self.scales = self.chance(10) and self.options.get("op") != "adasum" and self.kind != "zero alone"
-        self.steady = self.scales or bool(self.options.get("static_graph"))
+        unscaled = self.options.get("op") == "adasum" or self.kind == "zero alone" or "in_backward" in self.options
+        self.scales = self.chance(10) and not unscaled
+        self.steady = self.scales or bool(self.options.get("static_graph")) or "in_backward" in self.options
+        self.ranks_together = self.options.get("process_set", tuple(range(ranks)))
+        self.resized = False
         self.optimizer = self.draw_optimizer()
 
     def chance(self, percent: int) -> bool:
@@ -81,6 +95,8 @@ class Draft:
             options["gradient_as_bucket_view"] = self.choose(False, True)
             if self.chance(15):
                 options["hook"] = self.choose("allreduce", "fp16", "bf16", "own")
+            if self.kind == "zero" and self.chance(10):
+                options["in_backward"] = self.choose("at the end", "interleaved")
             if self.kind == "ddp" and self.ranks > 1 and "hook" not in options and self.chance(10):
                 options["process_set"] = self.draw_set()
         if self.is_torch:
@@ -133,14 +149,16 @@ class Draft:
             refused |= {"complex", "sparse embedding"}
         if "compression" in self.options or "hook" in self.options:
             refused |= {"complex", "sparse embedding"}
-        if "process_set" in self.options:
+        if "process_set" in self.options or "init_sync" in self.options:
+            # It takes the weights of all ranks for equal, as torch's does.
             refused |= {"sync batch norm"}
         return [name for name in PARTS if name not in refused]
 
     def draw_optimizer(self) -> str:
         if "sparse embedding" in self.parts:
             return "sgd"
-        plain = self.kind == "optimizer" and self.options.get("op") != "adasum" and not (self.scales or self.threads)
+        plain = self.kind in ("optimizer", "ddp") and self.options.get("op") != "adasum"
+        plain = plain and not (self.steady or self.threads or self.compiles)
         if plain and self.options.get("backward_passes_per_step", 1) == 1 and self.chance(5):
             return "lbfgs"
         return self.choose("sgd", "momentum", "decay", "adam", "adamw")
@@ -192,7 +210,10 @@ class Draft:
             part = self.choose(*range(len(self.parts)))
             alike = {"lazy", "counting"} if self.wraps_module else {"lazy"}
             partial = partial and self.parts[part] not in alike
-            where = (EVERYWHERE,) if "unused everywhere" not in self.without and self.parts[part] != "lazy" else ()
+            # Torch's DDP leaves such gradients as they are on each rank.
+            parts_ranks = self.kind == "ddp beside gloo" and not self.options.get("find_unused_parameters")
+            everywhere = not ("unused everywhere" in self.without or self.parts[part] == "lazy" or parts_ranks)
+            where = (EVERYWHERE,) if everywhere else ()
             where += tuple(range(self.ranks)) if partial else ()
             if where:
                 unused.append((part, self.choose(*where)))
@@ -205,7 +226,8 @@ class Draft:
         if not whole and form != "by hand" and self.chance(8):
             absent = self.choose(*range(self.ranks))
         between: tuple[tuple[int, bool], ...] = ()
-        if form == "plain" and not whole and absent is None and "freeze" not in self.without and self.chance(5):
+        steady = self.steady or self.is_torch or {"sync batch norm", "lazy"} & set(self.parts)
+        if form == "plain" and not steady and absent is None and "freeze" not in self.without and self.chance(5):
             between = ((self.choose(*self.layers()), self.choose(True, False)),)
         raises_alone = alone and form.startswith("raise") and not whole and not unused and absent is None
         return Pass(
@@ -220,6 +242,7 @@ class Draft:
             absent=absent,
             between=between,
             raiser=self.choose(EVERYWHERE, *range(self.ranks)) if raises_alone else EVERYWHERE,
+            caught=self.wraps_module and not self.is_torch and self.chance(15),
         )
 
     def change(self) -> None:
@@ -262,13 +285,16 @@ class Draft:
             self.actions.append(ZeroGrad())
 
     def evaluate(self) -> None:
+        if self.kind == "ddp beside gloo" and {"batch norm", "counting"} & set(self.parts):
+            # Torch's DDP sends buffers then, too; docs/ddp.md
+            return
         alone = () if self.is_torch or {"counting", "sync batch norm"} & set(self.parts) else range(self.ranks)
         self.actions.append(Evaluate(self.batch(), self.choose(EVERYWHERE, *alone), self.choose(False, True)))
 
     def between_steps(self) -> None:
         """Maybe something that only happens between steps."""
         self.change()
-        if self.steady or self.threads or not self.chance(15):
+        if self.steady or self.threads or self.resized or not self.chance(15):
             return
         possible: list[Action] = [Schedule(), Reload(), Copy()]
         if "weight norm" not in self.parts:
@@ -281,11 +307,30 @@ class Draft:
             possible += [Rewrap(), Rewrap(keep=False)]
         if not (OTHER_DTYPES | {"sparse buffer", "lazy"}) & set(self.parts) and self.kind in ("optimizer", "ddp"):
             possible.append(Convert("float32"))
+        possible += [*self.other_ranks(), *self.more_rows()]
         chosen = self.choose(*possible)
-        if isinstance(chosen, Rewrap):
+        if isinstance(chosen, Rewrap | Resume):
             # A wrapper takes over what trains when it is made.
             self.actions.append(FreezeAll(False))
+        if isinstance(chosen, Resume):
+            self.ranks_together = chosen.ranks
+        self.resized = isinstance(chosen, Resize)
         self.actions.append(chosen)
+
+    def other_ranks(self) -> list[Action]:
+        """Ways to go on among other ranks."""
+        refused = {"sync batch norm", "sparse buffer", "lazy", "counting"} & set(self.parts)
+        if self.is_torch or refused or "hook" in self.options or self.optimizer == "lbfgs" or self.ranks == 1:
+            return []
+        every = range(self.ranks)
+        sets = [each for count in range(self.ranks, 0, -1) for each in combinations(every, count)]
+        return [Resume(each) for each in sets if each != self.ranks_together]
+
+    def more_rows(self) -> list[Action]:
+        """Ways to give a parameter another shape, which optimizers without a state of their own bear."""
+        if self.is_torch or self.options.get("op") == "adasum" or self.optimizer not in ("sgd", "decay"):
+            return []
+        return [Resize(number) for number, name in enumerate(self.parts) if name == "embedding"]
 
     def step(self) -> None:
         """One step: gradients dropped, local passes, the passes that are reduced, what follows them, the step."""
@@ -315,15 +360,16 @@ class Draft:
     def may_join(self) -> bool:
         """Whether the pages let ranks have different numbers of inputs here."""
         refused = {"sparse embedding", "sync batch norm", "lazy"} | ({"counting"} if self.wraps_module else set())
-        whole = self.is_torch or self.threads or "join" in self.without or "process_set" in self.options
-        return not whole and not refused & set(self.parts)
+        whole = self.is_torch or self.threads or "join" in self.without or len(self.ranks_together) < self.ranks
+        # Whoever joins may have no backward without its step.
+        return not whole and self.beside != "optimizer" and not refused & set(self.parts)
 
-    def uneven(self) -> Uneven:
+    def uneven(self, *, compiled: bool = False) -> Uneven:
         """Steps on ranks that have different numbers of inputs."""
         counts = tuple(self.choose(0, 1, 2) for _ in range(self.ranks - 1))
         of_deltas, own = self.options.get("op") == "adasum", self.options.get("hook") == "own"
         by_active = not of_deltas and not own and self.choose(False, True)
-        return Uneven((2, *counts), self.batch(), by_active)
+        return Uneven((2, *counts), self.batch(), by_active, compiled)
 
     def reduced_passes(self) -> None:
         most = self.options.get("backward_passes_per_step", 1)
@@ -331,7 +377,7 @@ class Draft:
             most = 2
         if self.kind == "zero alone":
             most = 3
-        if self.chance(6) and "by hand" in self.forms():
+        if self.chance(6) and "by hand" in self.forms() and not self.resized:
             self.actions.append(self.make_pass("by hand"))
             return
         for number in range(self.choose(*range(most, 0, -1))):
@@ -349,6 +395,8 @@ class Draft:
             for _ in range(self.choose(1, 2)):
                 self.actions.append(CompiledSteps((self.batch(), self.batch(), self.batch()), self.choose(True, False)))
                 self.actions.append(Freeze(self.choose(*self.layers()), self.choose(True, False)))
+                if self.chance(30) and self.may_join():
+                    self.actions.append(self.uneven(compiled=True))
             return self.drawn()
         if self.scales:
             self.actions.append(Scaler())
@@ -367,14 +415,17 @@ def programs(draw: Draw, kind: str, ranks: int, without: Collection[str] = ()) -
     if kind in SEVERAL:
         threads = kind == "in threads"
         kinds = ["optimizer" if threads else draw(st.sampled_from(KINDS)) for _ in range(2)]
-        first, second = (Draft(draw, each, ranks, without, threads=threads).program() for each in kinds)
+        first, second = (
+            Draft(draw, kind, ranks, without, threads=threads, beside=other).program()
+            for kind, other in (kinds, kinds[::-1])
+        )
         return replace(first, second=second, threads=threads)
     return Draft(draw, kind, ranks, without).program()
 
 
 KINDS = ("optimizer", "ddp", "zero", "zero alone")
 # Compiling takes seconds: by name only, a few programs a block.
-COMPILED = ("compiled optimizer", "compiled ddp")
+COMPILED = ("compiled optimizer", "compiled ddp", "compiled zero")
 # Two trainings at once.
 SEVERAL = ("in turn", "in threads")
 PARTS_TO_COMPILE = ("linear", "shared", "tied", "scalar", "frozen", "batch norm", "channels last")

@@ -52,7 +52,7 @@ class TorchWorld:
         """Not drawn for torch's wrappers."""
         raise NotImplementedError
 
-    uneven = rewrap
+    uneven = resume = rewrap
 
     def backward(self, training: Training, loss: Tensor, *, reduces: bool, **options: bool) -> None:
         """Run a backward pass."""

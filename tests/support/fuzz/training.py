@@ -9,6 +9,7 @@ from itertools import zip_longest
 from typing import Any, Protocol
 
 import torch
+from support.fuzz.documented import cause_of
 from support.fuzz.models import Network, make_batch, make_network
 from support.fuzz.outcomes import Failure, Outcome, Value
 from support.fuzz.programs import Program
@@ -48,6 +49,9 @@ class World(Protocol):
     def rewrap(self, training: Training) -> None:
         """Set `model` and `optimizer` to new wrappers."""
 
+    def resume(self, training: Training, ranks: Sequence[int]) -> None:
+        """Go on among these ranks with the state of the first of those that have trained together."""
+
     def compiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return a function compiled."""
 
@@ -71,6 +75,10 @@ class Training:
         """label: stands before the names of parameters, where there are several trainings."""
         self.label = label
         self.world = world
+        # Those that train together.
+        self.ranks: Sequence[int] = program.given.get("process_set") or tuple(range(world.size))
+        # Parameters whose data has another shape than when they were wrapped.
+        self.resized: set[Tensor] = set()
         self.program = program
         self.network = network or make_network(program.parts)
         self.model: nn.Module = self.network
@@ -113,6 +121,15 @@ class Training:
         """Return this rank's rows and words."""
         return make_batch(number, self.world.rank)
 
+    def train(self, rows: Tensor, words: Tensor, set_to_none: bool = True) -> None:
+        """Make one plain step."""
+        self.optimizer.zero_grad(set_to_none=set_to_none)
+        output = self.model(rows.to(self.network.last.weight.dtype), words)
+        loss = output.square().mean()
+        if loss.requires_grad:
+            self.world.backward(self, loss, reduces=True)
+        self.optimizer.step()
+
     def see(self, label: str, *, gradients: bool = True) -> None:
         """Remember parameters, gradients and buffers as they are now."""
         # ZeRO alone leaves each gradient on one rank.
@@ -127,6 +144,15 @@ class Training:
         for name, buffer in self.network.named_buffers():
             values[f"buffer {name}"] = Value.of(buffer)
         self.outcome.seen.append((f"action {self.number} ({label})", values))
+
+    def see_error(self, error: Exception) -> None:
+        """Remember a documented error that the program has caught; others go on."""
+        cause = cause_of(error)
+        if cause is None:
+            raise error
+        # What is left of an interrupted pass is of no use.
+        self.model.zero_grad()
+        self.outcome.seen.append((f"action {self.number} ({cause})", {}))
 
     def see_state(self) -> None:
         """Remember what the optimizer keeps for each parameter."""
