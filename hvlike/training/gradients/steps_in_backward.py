@@ -59,6 +59,7 @@ def _compare(reference: weakref.ref[Any], slot: GradState, versions: list[int], 
     owner, parameter = reference(), slot.parameter
     if owner is None or slot.index < 0:
         return
-    taken = parameter.grad is None and incoming[0] is not None
+    # What was frozen since forward accumulates nothing.
+    taken = parameter.grad is None and incoming[0] is not None and parameter.requires_grad
     if taken or versions != [parameter._version]:
         owner.used_in_backward(slot)

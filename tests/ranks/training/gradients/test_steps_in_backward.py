@@ -179,3 +179,23 @@ def test_a_parameter_without_gradient_that_has_a_hook(hvd: ModuleType, way: str)
         wrapped.optimizer.step()
     assert same_on_all_ranks(module.parameters())
     assert torch.equal(module.rest, torch.ones(3))
+
+
+@pytest.mark.parametrize("way", ["optimizer", "find"])
+def test_frozen_between_forward_and_backward(hvd: ModuleType, way: str) -> None:
+    """Nobody has taken its gradient: there is none."""
+    wrapped = Wrapped(way, make_model())
+    module = wrapped.module.module if way == "find" else wrapped.module
+    layer = module.get_submodule("0")
+    for parameter in layer.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda _: None)
+    wrapped.step(hvd, 0)
+    wrapped.optimizer.zero_grad()
+    loss = loss_of(wrapped.module, share(hvd, whole_batch(1)))
+    layer.requires_grad_(False)
+    loss.backward()
+    wrapped.optimizer.step()
+    assert same_on_all_ranks(module.parameters())
+    layer.requires_grad_(True)
+    wrapped.step(hvd, 2)
+    assert same_on_all_ranks(module.parameters())
