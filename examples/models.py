@@ -65,3 +65,7 @@ def resnet50() -> nn.Sequential:
 
 
 MODELS = {"resnet18": resnet18, "resnet50": resnet50}
+
+
+if __name__ == "__main__":
+    raise SystemExit("No program of its own. Run synthetic_benchmark.py, which imports it.")

@@ -92,3 +92,7 @@ def train_alone(model: nn.Module, optimizer: torch.optim.Optimizer, batches: Ite
         optimizer.zero_grad()
         loss_of(model(text), following).backward()
         optimizer.step()
+
+
+if __name__ == "__main__":
+    raise SystemExit("No program of its own. Run fsdp2.py, tensor_parallel.py or pipeline.py, which import it.")

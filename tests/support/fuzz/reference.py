@@ -215,9 +215,9 @@ class ReferenceModule(nn.Module):
                     raise DocumentedError("unused parameters")
             if self.buffers_are_due and self.sends_buffers:
                 self._send_buffers()
-            self.buffers_are_due = not self.local
         output = self.module(*inputs, **keywords)
         if torch.is_grad_enabled():
+            self.buffers_are_due = not self.local
             self.expected = {each for each in self.registered if each.requires_grad}
         return output
 
