@@ -227,6 +227,8 @@ class Draft:
             absent = self.choose(*range(self.ranks))
         between: tuple[tuple[int, bool], ...] = ()
         steady = self.steady or self.is_torch or {"sync batch norm", "lazy"} & set(self.parts)
+        # It makes its graph in backward, with what has been thawed since.
+        steady = steady or (self.wraps_module and "reentrant checkpoint" in self.parts)
         if form == "plain" and not steady and absent is None and "freeze" not in self.without and self.chance(5):
             between = ((self.choose(*self.layers()), self.choose(True, False)),)
         raises_alone = alone and form.startswith("raise") and not whole and not unused and absent is None
