@@ -181,6 +181,7 @@ _requires_grad: Callable[[Tensor], bool] = attrgetter("requires_grad")
 _dtype_of: Callable[[Tensor], torch.dtype] = attrgetter("dtype")
 _device_of = torch.Tensor.get_device  # As a number, -1 for host memory: devices are slow to compare
 _gradient_of: Callable[[Tensor], Tensor | None] = attrgetter("grad")
+_hooks_of: Callable[[Tensor], object] = attrgetter("_post_accumulate_grad_hooks")
 
 
 class ParamGroupDiff:
@@ -194,6 +195,7 @@ class ParamGroupDiff:
         self._flags = list(map(_requires_grad, parameters))
         self._dtypes = list(map(_dtype_of, parameters))
         self._devices = list(map(_device_of, parameters))
+        self._hooks = list(map(_hooks_of, parameters))
         self._left_out = left_out
         self._lazy = list(filter(is_lazy, parameters))
         self._held = held
@@ -206,6 +208,7 @@ class ParamGroupDiff:
             or list(map(_requires_grad, parameters)) != self._flags
             or list(map(_dtype_of, parameters)) != self._dtypes
             or list(map(_device_of, parameters)) != self._devices
+            or not all(map(is_, map(_hooks_of, parameters), self._hooks))
             or any(map(is_not, map(_gradient_of, self._left_out), repeat(None)))
             or any(map(is_, map(_gradient_of, self._held), repeat(None)))
             or not all(map(is_lazy, self._lazy))

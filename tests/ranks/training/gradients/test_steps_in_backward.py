@@ -89,17 +89,23 @@ def test_applied_after_it_was_wrapped(hvd: ModuleType, way: str) -> None:
     assert largest_difference(module.parameters(), untouched.parameters()) == 0
 
 
-@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("steps", [None, 0, 3])
 @pytest.mark.parametrize("register", [step_and_take, step_and_zero])
 @pytest.mark.parametrize("way", ["optimizer", "ddp", "find"])
-def test_hooks_that_step(hvd: ModuleType, way: str, register: Callable[[nn.Module], None], late: bool) -> None:
+def test_hooks_that_step(hvd: ModuleType, way: str, register: Callable[[nn.Module], None], steps: int | None) -> None:
+    """Before the model is wrapped, after it, and after some steps."""
     module = make_model()
-    if late:
+    if steps is not None:
         wrapped = Wrapped(way, module)
+        for step in range(steps):
+            wrapped.step(hvd, step)
         register(module)
     else:
         register(module)
         wrapped = Wrapped(way, module)
+    if steps and way == "optimizer":
+        # Looks when the first gradient arrives, which is too late for this pass.
+        wrapped.step(hvd, 0)
     with pytest.raises(UsageError, match=rf"register_post_accumulate_grad_hook have changed parameter .*{REASON}"):
         wrapped.step(hvd, 0)
 
