@@ -278,7 +278,8 @@ class ParameterExchange:
         self._packing = Packing(self._moving, owners)
         self._addresses = [parameter.data_ptr() for parameter in self._parameters]
 
-    def run(self, backend: Backend) -> Coroutine[None]:
+    def run(self, backend: Backend, gradients: Mapping[Tensor, Tensor | None] | None = None) -> Coroutine[None]:
+        """gradients: that this rank has stepped its share with, where they are not in `.grad`."""
         addresses = self._addresses
         # The program may have moved or converted some.
         if addresses is None:
@@ -290,13 +291,13 @@ class ParameterExchange:
         yield from _gather(backend, operands, self._packing.owners)
         self._packing.unpack(self._moving, operands, self._others)
         if any(self._frozen):
-            yield from self._gather_thawed(backend)
+            yield from self._gather_thawed(backend, gradients)
 
-    def _gather_thawed(self, backend: Backend) -> Coroutine[None]:
+    def _gather_thawed(self, backend: Backend, gradients: Mapping[Tensor, Tensor | None] | None) -> Coroutine[None]:
         """Write the frozen parameters that have a gradient now, after each owner has told which."""
         flags = [torch.zeros(len(frozen), dtype=torch.uint8, device="cpu") for frozen in self._frozen]
         for index, parameter in enumerate(self._frozen[self._rank]):
-            flags[self._rank][index] = parameter.grad is not None
+            flags[self._rank][index] = (parameter.grad if gradients is None else gradients.get(parameter)) is not None
         yield from backend.gather(flags, list(range(len(flags))))
         thawed = [
             (parameter, owner)

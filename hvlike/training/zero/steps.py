@@ -168,18 +168,19 @@ class Steps:
                 for rank in range(self._partition.ranks)
             ]
             received = yield from send_gradients(backend, present[-1], self._rank, shares)
-            gradients = [received.get(parameter) for parameter in self._own]
+            gradients = {parameter: received.get(parameter) for parameter in self._own}
         else:
-            gradients = [parameter.grad for parameter in self._own]
-        if self._rank not in present:
+            gradients = {parameter: parameter.grad for parameter in self._own}
+        absent = self._rank not in present
+        if absent:
             step_share = self._step_share()
             if step_share is None:
                 raise HorovodInternalError(
                     "ZeroRedundancyOptimizer: other ranks make steps of an optimizer that this rank has dropped. Keep "
                     "it on every rank while any uses it."
                 )
-            step_share(command.options, command.arguments, dict(zip(self._own, gradients, strict=True)))
-        yield from self._exchange.run(backend)
+            step_share(command.options, command.arguments, gradients)
+        yield from self._exchange.run(backend, gradients if absent else None)
 
     def _clip(
         self, backend: Backend, max_norm: float, norm_type: float, *, error_if_nonfinite: bool

@@ -128,11 +128,16 @@ class Runner:
     def run(self, given: argparse.Namespace) -> str:
         """Run blocks of programs until time, programs or faults are enough; return a line about them."""
         begin, seed, kinds = time.monotonic(), given.seed, given.kind or (*KINDS, *SEVERAL)
-        while time.monotonic() - begin < 60 * given.minutes and self.tried < given.programs:
+        interrupted = False
+        while not interrupted and time.monotonic() - begin < 60 * given.minutes and self.tried < given.programs:
             overlap = bool(seed // len(kinds) % 2) if given.overlap is None else given.overlap == "1"
             setting = Setting(given.ranks, overlap, given.nodes or None)
             block = COMPILED_BLOCK if kinds[seed % len(kinds)] in COMPILED else BLOCK
-            found = self.block(kinds[seed % len(kinds)], seed, setting, min(block, given.programs - self.tried))
+            found = None
+            try:
+                found = self.block(kinds[seed % len(kinds)], seed, setting, min(block, given.programs - self.tried))
+            except KeyboardInterrupt:
+                interrupted = True
             if found is not None:
                 if not self.quiet:
                     print(found, "\n", flush=True)

@@ -10,7 +10,9 @@ import torch
 from support.training.zero_problem import batch, difference, loss_of, net
 from torch.optim import SGD, Adam
 
+from hvlike.collectives.session.context import current
 from hvlike.optim import ZeroRedundancyOptimizer
+from hvlike.training.zero.sharded_state import HERE, state_service
 
 
 def test_the_numbers_of_torchs_test(hvd: ModuleType) -> None:
@@ -109,14 +111,15 @@ def test_without_consolidation_the_others_are_asked(hvd: ModuleType, who: str) -
 
 
 @pytest.mark.mpi(min_size=2)
-def test_one_rank_asks_before_another_has_made_the_optimizer(hvd: ModuleType) -> None:
-    """Nothing in the constructor waits for other ranks, so this may take a while there."""
-    model = net()
+def test_one_rank_asks_before_another_answers_for_the_optimizer(hvd: ModuleType) -> None:
+    """As in the moment in which a constructor has ended on one rank and not on the other."""
+    optimizer = ZeroRedundancyOptimizer(net().parameters(), Adam, lr=0.01)
+    service, key = state_service(current()), (0, "made later")
     if hvd.rank() == 1:
         time.sleep(0.3)
-    optimizer = ZeroRedundancyOptimizer(model.parameters(), Adam, lr=0.01)
+        service.register(key, optimizer)
     if hvd.rank() == 0:
-        assert optimizer.state_dict()["state"] == {}
+        assert service.fetch(1, key, 0) == (HERE, {})
     hvd.barrier()
 
 

@@ -88,6 +88,26 @@ def test_gradients_that_it_reduces_itself(hvd: ModuleType, schedule: str, clip: 
         assert same_on_all_ranks(ours.parameters())
 
 
+@pytest.mark.parametrize("schedule", ["none on the first rank", "none but on the last rank"])
+def test_layers_that_were_thawed_since_it_was_made(hvd: ModuleType, schedule: str) -> None:
+    """Owners without inputs update them as well, and send them."""
+    counts = SCHEDULES[schedule](hvd.size())
+    ours, plain = net(), net()
+    for each in (ours, plain):
+        each.requires_grad_(False)
+        next(iter(each.parameters())).requires_grad_(True)
+    optimizer = ZeroRedundancyOptimizer(ours.parameters(), SGD, lr=0.01)
+    reference = SGD(plain.parameters(), lr=0.01)
+    for each in (ours, plain):
+        each.requires_grad_(True)
+    with Join([optimizer]):
+        for step in range(counts[hvd.rank()]):
+            step_plain(ours, optimizer, loss_of(ours, batch(step)), None)
+    for step in range(max(counts)):
+        step_plain(plain, reference, loss_of(plain, batch(step)), None)
+    assert difference(ours, plain) == 0
+
+
 def test_options_follow_those_who_go_on(hvd: ModuleType) -> None:
     """A scheduler that only the last rank still moves, and whose last move no step has carried."""
     ours, plain = net(), net()
