@@ -239,13 +239,13 @@ class Join:
     def _stand_in(self) -> tuple[int, int]:
         """Return how many iterations this rank has missed, and the rank that joined last."""
         set_state = self._set_state
-        marks = set_state.proxies.marks()
+        planned, marks = list(set_state.proxies.planned), set_state.proxies.marks()
         everything = not self._beats
         try:
             set_away(set_state, True, inline=everything)
             set_state.proxies.check_idle("The Join context was left")
             scope = JoinScope.EVERYTHING if everything else JoinScope.PLANS
-            handle = begin_join(set_state, marks, scope, f"left its Join context of {self._what}")
+            handle = begin_join(set_state, planned, marks, scope, f"left its Join context of {self._what}")
             missed = self._run_main_hooks() if self._beats else 0
             end: JoinEnd = self._wait_beside_proxies(JOIN_KEY, handle).result()
             end_join([set_state], [end])

@@ -7,7 +7,7 @@ A rank that has joined contributes neutral values until all ranks have joined; h
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -18,6 +18,7 @@ from hvlike.collectives.requests.join_protocol import JOIN_KEY, JoinEnd, JoinReq
 from hvlike.collectives.requests.process_set import ProcessSet
 from hvlike.collectives.requests.request import Handle, RequestKey, RequestSpec, synchronize
 from hvlike.collectives.session.context import begin, current
+from hvlike.collectives.session.joined_proxy import PersistentOperation
 from hvlike.collectives.session.process_set_state import ProcessSetState
 from hvlike.errors import HorovodInternalError, UsageError
 from hvlike.transport.loop.coroutine import Coroutine
@@ -52,11 +53,19 @@ def set_away(set_state: ProcessSetState, away: bool, *, inline: bool = True) -> 
         set_state.inline.set_away(away)
 
 
-def begin_join(set_state: ProcessSetState, marks: Mapping[str, Mark], scope: JoinScope, how: str) -> Handle:
-    """Say that this rank has no more data; the handle's result, a JoinEnd, is there when all have said so."""
+def begin_join(
+    set_state: ProcessSetState,
+    planned: Sequence[PersistentOperation],
+    marks: Mapping[str, Mark],
+    scope: JoinScope,
+    how: str,
+) -> Handle:
+    """Say that this rank has no more data; the handle's result, a JoinEnd, is there when all have said so.
+
+    planned: what the set has planned, from before `set_away`; the caller keeps it until `end_join`, as others count on
+    its proxies.
+    """
     proxies = set_state.proxies
-    # Keep these alive until each has its proxy: the others count on it.
-    planned = list(proxies.planned)
     request = JoinRequest(
         set_state.controller.names.counts(),
         frozenset(each.serial for each in planned if each.serial is not None),
@@ -146,14 +155,15 @@ def join(device: int = -1) -> int:
     for set_state in set_states:
         if set_state.rounds.inside:
             raise UsageError("hvd.join() inside a Join context, which does the same at its end. Leave it first.")
+    planned = [list(set_state.proxies.planned) for set_state in set_states]
     marks = [set_state.proxies.marks() for set_state in set_states]
     try:
         for set_state in set_states:
             set_away(set_state, True)
             set_state.proxies.check_idle("hvd.join()")
         handles = [
-            begin_join(set_state, mine, JoinScope.EVERYTHING, "called hvd.join()")
-            for set_state, mine in zip(set_states, marks, strict=True)
+            begin_join(set_state, plans, mine, JoinScope.EVERYTHING, "called hvd.join()")
+            for set_state, plans, mine in zip(set_states, planned, marks, strict=True)
         ]
         ends: list[JoinEnd] = [handle.result() for handle in handles]
         end_join(set_states, ends)

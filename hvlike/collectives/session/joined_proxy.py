@@ -191,7 +191,12 @@ class PersistentOperation(ABC):
             self.queue.fail(error)
 
     def close(self) -> None:
-        """Forget what was agreed; the next step agrees anew. Local; nothing may be in flight."""
+        """Forget what was agreed; the next step agrees anew. Local; nothing may be in flight.
+
+        Not while another thread stands in: the other ranks count on the plan, and all forget it at the end.
+        """
+        if self._set_state is not None and self._set_state.proxies.stands_in_elsewhere:
+            return
         if self._release is not None:
             self._release()
         self.forget()
@@ -252,17 +257,21 @@ class JoinedProxies:
         controller.stand_in = self._stand_in
 
     def set_thread(self, thread: int | None) -> None:
-        """This thread stands in for this rank from now on; None: nobody does. Local."""
+        """This thread stands in for this rank from now on; None: nobody does."""
         self._thread = thread
 
     @property
     def stands_in(self) -> bool:
-        """Whether some thread of this rank stands in for it."""
         return self._thread is not None
+
+    @property
+    def stands_in_elsewhere(self) -> bool:
+        """Whether that is another thread than the one that asks."""
+        return self._thread is not None and self._thread != threading.get_ident()
 
     def check_present(self, what: str) -> None:
         """Raise UsageError where another thread stands in for this rank: both would take part in the same operation."""
-        if self._thread is not None and self._thread != threading.get_ident():
+        if self.stands_in_elsewhere:
             raise UsageError(
                 f"{what}: another thread of this rank has called hvd.join(), or has left the loop in its Join context, "
                 "while other ranks go on. It takes part with zeros in all that they do on this process set, so this "

@@ -181,6 +181,7 @@ class PlannedQueue(PersistentOperation):
         set_state = self._set_state
         if self.queue is not None or set_state is None:
             return
+        set_state.proxies.check_present(self.name)
         proposal = QueueProposal(self._described, self._advice, device=self._kind)
         queue, agreed = self._agree_on_queue("queue", proposal, self._device)
         self.queue, self.serial = queue, agreed.serial

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+from hvlike.collectives.api.barrier_join import begin_join
 from hvlike.collectives.session.context import current
 from hvlike.errors import JoinError, UsageError
 from hvlike.join import Join
@@ -80,9 +81,21 @@ def goes_on(training: Training, way: str, tried: Path) -> None:
         body()
 
 
+@pytest.mark.parametrize("early", [False, True])
 @pytest.mark.parametrize("way", ["context", "call"])
 @pytest.mark.parametrize("what", ["optimizer", "zero", "allreduce"])
-def test_another_thread_goes_on(hvd: ModuleType, tried: Path, way: str, what: str) -> None:
+def test_another_thread_goes_on(
+    hvd: ModuleType, tried: Path, monkeypatch: pytest.MonkeyPatch, what: str, way: str, early: bool
+) -> None:
+    """early: it tries to before the other ranks know of the thread that joins."""
+    if early and hvd.rank() == 1:
+
+        def begin_later(*arguments: Any) -> Any:
+            wait_for(tried.exists)
+            return begin_join(*arguments)
+
+        for module in ("training.join", "collectives.api.barrier_join"):
+            monkeypatch.setattr(f"hvlike.{module}.begin_join", begin_later)
     first, second = Training(hvd, "first"), Training(hvd, "second", zero=what == "zero")
     for each in (first, second, second):
         each.step()
