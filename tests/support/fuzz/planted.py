@@ -110,6 +110,11 @@ PLANTS = [
     plant(
         "a plan stays when the module was converted",
         (STATE, "and self.dtype is gradient_dtype(parameter)", "and True"),
+        (
+            "training/gradients/planned_reducer.py",
+            "        if dtypes != [entry.dtype for entry in self._entries]:\n",
+            "        if False:\n",
+        ),
     ),
     plant(
         "local sums of what the last pass has not used count as zeros",
