@@ -364,7 +364,7 @@ class DistributedDataParallel(nn.Module, BuiltInJoinable):
         if self.require_forward_param_sync and self._syncs_buffers():
             self._buffer_sync.sync(from_highest=self._join_config.enable)
         if self._join_config.enable and self._gradients.hook is not None:
-            self._reduces_now(self.require_backward_grad_sync)
+            self._reduces_now(self.require_backward_grad_sync and self._gradients.trains)
 
     @untraced
     def _after_forward(self, output: Any) -> Any:

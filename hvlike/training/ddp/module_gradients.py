@@ -107,6 +107,11 @@ class ModuleGradients(Gradients):
             )
         self.static_graph = self.find_unused = True
 
+    @property
+    def trains(self) -> bool:
+        """Whether some parameter requires a gradient; else no backward pass reduces."""
+        return not all(slot.rests for slot in self._slots)
+
     def before_forward(self, *, synchronised: bool, stands_in: bool) -> None:
         """Begin a forward that trains. Collective where the last backward failed, if it is synchronised; else local.
 

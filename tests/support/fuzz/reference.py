@@ -120,7 +120,8 @@ class ReferenceOptimizer:
             losses = self.world.gather(loss.detach().clone(), self.ranks)
             return combined(losses, self.op, self.divisor)
 
-        of_deltas = self.op == "adasum" and self.world.rank in self.ranks
+        # One rank alone makes the plain step.
+        of_deltas = self.op == "adasum" and self.world.rank in self.ranks and len(self.ranks) > 1
         before = [each.detach().clone() for each in self.parameters()] if of_deltas else []
         if closure is None:
             self.synchronize()

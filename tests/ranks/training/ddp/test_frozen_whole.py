@@ -4,6 +4,7 @@ import copy
 import pickle
 from types import ModuleType
 
+import pytest
 import torch
 from support.training.problem import make_model, same_on_all_ranks, share, whole_batch
 
@@ -19,8 +20,11 @@ def test_it_is_copied_and_pickled(hvd: ModuleType) -> None:
         assert same_on_all_ranks([each.grad for each in again.parameters() if each.grad is not None])
 
 
-def test_it_leaves_a_join_context(hvd: ModuleType) -> None:
+@pytest.mark.parametrize("hooked", [False, True])
+def test_it_leaves_a_join_context(hvd: ModuleType, hooked: bool) -> None:
     model = DistributedDataParallel(make_model())
+    if hooked:
+        model.register_comm_hook(None, lambda _, bucket: hvd.allreduce_async(bucket.buffer(), name="bucket"))
     model.requires_grad_(False)
     with model.join(), torch.enable_grad():
         for step in range(hvd.rank()):
