@@ -221,7 +221,8 @@ class ModuleGradients(Gradients):
         if elsewhere is None:
             self._end.arm()
             # If it fails before a gradient arrives, other ranks may wait. Reentrant checkpoints show no parameter here.
-            node = self._hooks.node(self._slots[-1].parameter) if self._slots else None
+            trained = next((slot for slot in reversed(self._slots) if not slot.rests), None)
+            node = None if trained is None else self._hooks.node(trained.parameter)
             self._under_way = node is not None and will_reach(node)
         else:
             self._under_way = True

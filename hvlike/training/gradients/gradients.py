@@ -199,6 +199,8 @@ class Gradients(ReducedParameters):
         trained = broadcast_object(mine, context.authority, process_set=self.reduction.process_set)
         for slot in self._slots:
             slot.was_trained = slot.name in trained
+            # Sums of passes before the context are gone on the ranks that have had inputs.
+            slot.reached = False
         self._watch = None
 
     def join_fails(self) -> None:

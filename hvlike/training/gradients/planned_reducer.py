@@ -396,7 +396,9 @@ class PlannedReducer(PersistentOperation):
             # Nobody would move what is started early. The buckets stay as they are agreed.
             self.overlaps, self._spare_core = False, None
             return
-        while schedule and self._started < len(schedule.buckets) and not self._missing[self._started]:
+        # The last bucket tells whether this rank lacks some tensors, and of sparse ones only finish() knows.
+        count = len(schedule.buckets) - bool(schedule.plan.sparse) if schedule else 0
+        while schedule and self._started < count and not self._missing[self._started]:
             number = self._started
             self._started += 1
             marked = [self._marked[index] for index in schedule.buckets[number].entries]

@@ -30,3 +30,23 @@ def test_it_leaves_a_join_context(hvd: ModuleType, hooked: bool) -> None:
         for step in range(hvd.rank()):
             model(share(hvd, whole_batch(step))[0])
     assert same_on_all_ranks(model.parameters())
+
+
+@pytest.mark.mpi(min_size=2)
+def test_after_a_join_context_that_some_ranks_took_no_part_in(hvd: ModuleType) -> None:
+    """Sums from before the context make no rank reduce alone."""
+    model = DistributedDataParallel(make_model(), find_unused_parameters=True)
+    inputs = share(hvd, whole_batch())[0]
+    with model.no_sync():
+        model(inputs).square().mean().backward()
+    with model.join():
+        if hvd.rank() == 0:
+            model.zero_grad()
+            model(inputs).square().mean().backward()
+    model.zero_grad()
+    model.requires_grad_(False)
+    model(inputs.clone().requires_grad_(True)).square().mean().backward()
+    assert all(each.grad is None for each in model.parameters())
+    model.requires_grad_(True)
+    model(inputs).square().mean().backward()
+    assert same_on_all_ranks([each.grad for each in model.parameters() if each.grad is not None])

@@ -203,10 +203,15 @@ def test_a_pass_that_reaches_no_parameter_on_one_rank(hvd: ModuleType) -> None:
     assert gradients(ddp) == [None, None]
 
 
-def test_a_pass_that_fails_before_it_reaches_a_parameter(hvd: ModuleType) -> None:
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_pass_that_fails_before_it_reaches_a_parameter(hvd: ModuleType, frozen: bool) -> None:
     """On one rank: the others are not left waiting, and it complains at its next forward."""
     module = make()
     ddp = DistributedDataParallel(module)
+    if frozen:
+        # The last layer still holds a gradient, and is reduced once more.
+        loss_of(ddp, inputs()).backward()
+        module[-1].requires_grad_(False)
     output = ddp(inputs())
     if hvd.rank() == 0:
         module[2].register_full_backward_pre_hook(fail := Failing())
@@ -220,7 +225,7 @@ def test_a_pass_that_fails_before_it_reaches_a_parameter(hvd: ModuleType) -> Non
         output.sum().backward()
     ddp.zero_grad()
     loss_of(ddp, inputs()).backward()
-    assert same_on_all_ranks(gradients(module))
+    assert same_on_all_ranks([each for each in gradients(module) if each is not None])
 
 
 def test_frozen_between_forward_and_backward(hvd: ModuleType) -> None:

@@ -1,6 +1,6 @@
 """What has no gradient on any rank keeps `.grad` None, its state and its value; if one rank has one, all get it."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
@@ -253,3 +253,22 @@ def test_sparse_gradients(hvd: ModuleType) -> None:
         optimizer.step()
         assert other.weight.grad is None
     assert same_on_all_ranks([embedding.weight, other.weight])
+
+
+@pytest.mark.parametrize("overlap", ["0", "1"])
+def test_sparse_ones(hvd: ModuleType, restarted: Callable[[Mapping[str, str]], None], overlap: str) -> None:
+    """Also where the dense ones are reduced before it is known which sparse ones will come."""
+    restarted({"HVLIKE_OVERLAP": overlap})
+    torch.manual_seed(0)
+    table, layer = nn.Embedding(5, 3, sparse=True), nn.Linear(3, 3)
+    parameters = [*table.parameters(), *layer.parameters()]
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(parameters, lr=0.1))
+    for used in ([1], [], range(hvd.size()), []):
+        optimizer.zero_grad()
+        rows = layer(torch.ones(2, 3))
+        if hvd.rank() in used:
+            rows = rows * table(torch.tensor([0, 3]))
+        rows.sum().backward()
+        optimizer.step()
+        assert (table.weight.grad is None) == (not any(rank < hvd.size() for rank in used))
+        assert same_on_all_ranks(parameters)
