@@ -34,6 +34,7 @@ html_title = f"hvlike {release}"
 html_show_copyright = False
 html_static_path = ["static"]
 html_css_files = ["site.css"]
+html_js_files = ["tables.js"]
 # What a click copies: commands without prompt and output; nothing where there is nothing to run.
 copybutton_selector = "div.highlight-python pre, div.highlight-sh pre, div.highlight-console pre"
 copybutton_prompt_text = "$ "
