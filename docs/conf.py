@@ -35,6 +35,7 @@ html_show_copyright = False
 html_static_path = ["static"]
 html_css_files = ["site.css"]
 html_js_files = ["tables.js"]
+html_search_scorer = str(DOCS / "static" / "search_scores.js")
 # What a click copies: commands without prompt and output; nothing where there is nothing to run.
 copybutton_selector = "div.highlight-python pre, div.highlight-sh pre, div.highlight-console pre"
 copybutton_prompt_text = "$ "
