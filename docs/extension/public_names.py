@@ -42,7 +42,7 @@ def lines_for(module: str, name: str, said: str) -> list[str]:
         return [f".. autoclass:: {path}", "   :members:", *again, ""]
     if inspect.isroutine(thing):
         return [f".. autofunction:: {path}", ""]
-    return [f".. py:data:: {path}", "", f"   {said.replace('`', '``')}", ""]
+    return [f".. py:data:: {name}", f"   :module: {module}", "", f"   {said.replace('`', '``')}", ""]
 
 
 class PublicNames(SphinxDirective):

@@ -1,5 +1,6 @@
 """Write the tables of docs/knobs.md from the one table, hvlike/config.py: python scripts/lib/knobs_page.py."""
 
+import re
 import sys
 from pathlib import Path
 
@@ -31,7 +32,9 @@ def row(entry: Setting) -> str:
     # The effect of a switch says what its other value does.
     allowed = f"{default}" if entry.kind is SWITCH else f"{default}; {values}"
     names = ", ".join(f"`{variable}`" for variable in entry.spellings)
-    return f"| {names} | {allowed} | {entry.effect} |"
+    # As code, or a page shows the two hyphens of an option as a dash.
+    effect = re.sub(r"--[\w-]+ \w+", r"`\g<0>`", entry.effect)
+    return f"| {names} | {allowed} | {effect} |"
 
 
 def ignored_rows() -> list[str]:
