@@ -4,7 +4,8 @@
     ```
 
 documents the names in the first column of that page's tables, under the page's headings; a row may have several.
-Without a page: the module, and every name of its `__all__` but modules.
+`:headings: Job, Constants` leaves out the others. Without a page: the module, and every name of its `__all__` but
+modules.
 """
 
 from __future__ import annotations
@@ -13,9 +14,10 @@ import importlib
 import inspect
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from docutils import nodes
+from docutils.parsers.rst import directives
 from sphinx.util.docutils import SphinxDirective
 
 ROW = re.compile(r"^\| ((?:`\w+`(?:, )?)+) \| (.*) \|$", flags=re.MULTILINE)
@@ -50,6 +52,7 @@ class PublicNames(SphinxDirective):
 
     required_arguments = 1
     optional_arguments = 1
+    option_spec: ClassVar[dict[str, Any]] = {"headings": directives.unchanged}
 
     def run(self) -> list[nodes.Node]:
         """The nodes of all names, or a section for each heading of the page."""
@@ -60,7 +63,9 @@ class PublicNames(SphinxDirective):
         path = Path(self.env.srcdir) / page[0]
         self.env.note_dependency(str(path))
         found: list[nodes.Node] = []
-        for title, names in listed(path.read_text()).items():
+        tables = listed(path.read_text())
+        for title in re.split(", *", self.options["headings"]) if "headings" in self.options else tables:
+            names = tables[title]
             name = nodes.fully_normalize_name(title)
             section = nodes.section("", nodes.title(title, title), names=[name])
             self.state.document.note_implicit_target(section, section)

@@ -75,6 +75,14 @@ def test_the_page_lists_the_public_names_and_no_others() -> None:
     assert sorted(LISTED) == sorted(hvlike.__all__)
 
 
+def test_each_of_its_tables_is_on_one_page_of_the_reference() -> None:
+    pages = [page.read_text() for page in (ROOT / "docs" / "reference").glob("*.md")]
+    headings = [
+        heading for page in pages for line in re.findall(r":headings: (.+)", page) for heading in line.split(", ")
+    ]
+    assert sorted(headings) == sorted(re.findall(r"^## (.+)", PAGE, flags=re.MULTILINE))
+
+
 def test_what_the_page_names_inside_modules_exists() -> None:
     elastic: ModuleType = hvlike.elastic
     for name in ("run", "TorchState", "ObjectState", "State", "ElasticSampler"):
