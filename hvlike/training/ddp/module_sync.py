@@ -84,7 +84,8 @@ class BufferSync:
             changed = self._packing is None or not self._packing.fits(list(buffers.values()))
             said = yield from backend.count_active(active + INCOMPLETE * changed)
             count = active_ranks(said)
-            if said >= INCOMPLETE:
+            # Where all have joined, some may have dropped the module.
+            if said >= INCOMPLETE and count:
                 yield from self._compare(backend, buffers)
             if count:
                 source = size - 1 if from_highest else 0

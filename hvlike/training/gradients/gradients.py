@@ -20,7 +20,7 @@ from hvlike.collectives.api.objects import broadcast_object
 from hvlike.collectives.session.context import Context, current
 from hvlike.errors import UsageError
 from hvlike.training.gradients import usage_errors
-from hvlike.training.gradients.grad_state import GradState, Phase, are_those, gradient_of, reset
+from hvlike.training.gradients.grad_state import GradState, Phase, are_those, gradient_of, note_reduced, reset
 from hvlike.training.gradients.parameters import Comparison, check_passes
 from hvlike.training.gradients.planned_reducer import PlannedReducer
 from hvlike.training.gradients.reduced_parameters import ReducedParameters
@@ -178,6 +178,8 @@ class Gradients(ReducedParameters):
             disturbed = self._reduce()
             if reset(self._slots):
                 self._watch = None
+        elif self._holds_frozen and note_reduced(self._slots):
+            self._watch = None
         self.phase = Phase.SYNCHRONIZED
         disturbed = disturbed or late
         if disturbed is not None:

@@ -46,6 +46,7 @@ class ReducedParameters:
         self._one_hook = OneHook(self._hooks)
         self._step_watch = StepWatch(self)
         self._watch: ParamGroupDiff | None = None  # None: look thoroughly before the next reduction
+        self._holds_frozen = False  # Some that are reduced are frozen
         self._left_out: list[Tensor] = []  # Frozen without a gradient, or of a lazy module that is not initialised
         self._context: Context | None = None  # That the reducer belongs to
         self._refusal: UsageError | None = None  # What steps end with: another rank may take this one for another
@@ -73,6 +74,7 @@ class ReducedParameters:
             (wanted if self._is_reduced(parameter, known.get(parameter)) else left_out).append(parameter)
         self._left_out = left_out if self.takes_any_gradient else []
         held = [parameter for parameter in wanted if not parameter.requires_grad]
+        self._holds_frozen = bool(held)
         self._watch = ParamGroupDiff(groups, self._left_out, held)
         if self._is_gone():
             self._drop_reducer()

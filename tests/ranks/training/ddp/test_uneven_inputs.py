@@ -1,6 +1,7 @@
 """Ranks with different numbers of inputs in a Join context of a DistributedDataParallel."""
 
 import contextlib
+import gc
 import itertools
 from collections.abc import Callable
 from types import ModuleType
@@ -302,3 +303,21 @@ def test_horovods_join(hvd: ModuleType) -> None:
     ddp.zero_grad()
     ddp(torch.ones(2, 4)).sum().backward()
     assert same_on_all_ranks(each.grad for each in module.parameters() if each.grad is not None)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_another_model_that_one_rank_has_dropped(hvd: ModuleType) -> None:
+    """It may still be there on the other ranks, until their garbage collector runs."""
+    dropped, ddp = (DistributedDataParallel(BatchNormNet()) for _ in range(2))
+    for each in (dropped, ddp):
+        each(torch.randn(3, 4)).sum().backward()
+    gc.disable()
+    try:
+        if hvd.rank() == 0:
+            del each, dropped
+        with ddp.join():
+            for _ in range(hvd.rank()):
+                ddp(torch.randn(3, 4)).sum().backward()
+    finally:
+        gc.enable()
+    assert same_on_all_ranks(ddp.parameters())
