@@ -296,7 +296,7 @@ class Draft:
     def between_steps(self) -> None:
         """Maybe something that only happens between steps."""
         self.change()
-        if self.steady or self.threads or self.resized or not self.chance(15):
+        if self.steady or self.threads or self.resized or not self.chance(20):
             return
         possible: list[Action] = [Schedule(), Reload(), Copy()]
         if "weight norm" not in self.parts:
@@ -326,13 +326,14 @@ class Draft:
             return []
         every = range(self.ranks)
         sets = [each for count in range(self.ranks, 0, -1) for each in combinations(every, count)]
-        return [Resume(each) for each in sets if each != self.ranks_together]
+        # One of them: each action is as likely as any other.
+        return [Resume(self.choose(*(each for each in sets if each != self.ranks_together)))]
 
     def more_rows(self) -> list[Action]:
         """Ways to give a parameter another shape, which optimizers without a state of their own bear."""
         if self.is_torch or self.options.get("op") == "adasum" or self.optimizer not in ("sgd", "decay"):
             return []
-        return [Resize(number) for number, name in enumerate(self.parts) if name == "embedding"]
+        return [Resize(number) for number, name in enumerate(self.parts) if name == "embedding"][:1]
 
     def step(self) -> None:
         """One step: gradients dropped, local passes, the passes that are reduced, what follows them, the step."""
