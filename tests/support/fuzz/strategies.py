@@ -333,6 +333,9 @@ class Draft:
         """Ways to give a parameter another shape, which optimizers without a state of their own bear."""
         if self.is_torch or self.options.get("op") == "adasum" or self.optimizer not in ("sgd", "decay"):
             return []
+        if self.kind == "zero alone":
+            # Plain torch refuses it where something has kept the graph, ZeRO does not.
+            return []
         return [Resize(number) for number, name in enumerate(self.parts) if name == "embedding"][:1]
 
     def step(self) -> None:
