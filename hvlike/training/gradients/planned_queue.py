@@ -196,14 +196,6 @@ class PlannedQueue(PersistentOperation):
         queue, set_state = self.queue, self._set_state
         assert queue is not None
         assert set_state is not None
-        with self._lock:
-            self._unfinished += 1
-        try:
-            set_state.proxies.check_present(self.name)
-        except UsageError:
-            with self._lock:
-                self._unfinished -= 1
-            raise
         if self._step >= self._look_at:
             self._look_at_options()
         self._step += 1
@@ -227,6 +219,15 @@ class PlannedQueue(PersistentOperation):
             work = on_device(queue, None, run, [runtime.record(runtime.current_stream(self._device))])
         if queue.recorder.on:
             work = recorded(queue.recorder, queue, self.name, {"step": self._step}, [], work)
+        with self._lock:
+            self._unfinished += 1
+        try:
+            # After it counts as begun: a thread that joins looks at it after it has said so.
+            set_state.proxies.check_present(self.name)
+        except UsageError:
+            with self._lock:
+                self._unfinished -= 1
+            raise
         queue.submit(work, note_end, wake=False)
         if not errors:
             with exposed_wait(queue, self.name, self._step):
