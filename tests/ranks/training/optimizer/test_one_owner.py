@@ -40,6 +40,19 @@ WAYS = ["optimizer", "ddp", "zero", "adasum"]
 TWICE = r"The gradients of .* would be reduced twice: by this .*, and by a .* of the same parameters"
 
 
+def check_four_steps(module: nn.Module, *ways: str) -> None:
+    """All ranks are alike and, but for Adasum, what one process makes of the whole batches."""
+    if "adasum" not in ways:
+        expected = make_model()
+        plain = torch.optim.SGD(expected.parameters(), lr=0.1)
+        for number in range(4):
+            plain.zero_grad()
+            loss_of(expected, whole_batch(number)).backward()
+            plain.step()
+        assert largest_difference(module.parameters(), expected.parameters()) < 1e-6
+    assert same_on_all_ranks(module.parameters())
+
+
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("settings", [{}, {"HVLIKE_OVERLAP": "1", "HVLIKE_BUCKET_BYTES": "256"}])
 @pytest.mark.parametrize("second", WAYS)
@@ -96,21 +109,14 @@ def test_an_optimizer_around_a_wrapped_module(hvd: ModuleType) -> None:
 @pytest.mark.parametrize("first", WAYS)
 def test_one_that_is_not_used_any_more(hvd: ModuleType, first: str, second: str) -> None:
     """A program wraps anew to resume, and keeps the old wrapper; before that the new one waits for its turn."""
-    module, expected = make_model(), make_model()
+    module = make_model()
     old, kept = Wrapped(first, module), Wrapped(second, module)
     old.step(hvd)
     del kept
     new = Wrapped(second, module)
     for number in range(1, 4):
         new.step(hvd, number)
-    if "adasum" not in (first, second):
-        plain = torch.optim.SGD(expected.parameters(), lr=0.1)
-        for number in range(4):
-            plain.zero_grad()
-            loss_of(expected, whole_batch(number)).backward()
-            plain.step()
-        assert largest_difference(module.parameters(), expected.parameters()) < 1e-6
-    assert same_on_all_ranks(module.parameters())
+    check_four_steps(module, first, second)
     del old
 
 
@@ -194,7 +200,7 @@ def test_one_made_while_layers_are_frozen(hvd: ModuleType, first: str, second: s
     """It takes them over, too: thawed later, they are its own, though the earlier wrapper is still there."""
     if everything and second == "ddp":
         pytest.skip("a DistributedDataParallel needs something to train")
-    module, expected = make_model(), make_model()
+    module = make_model()
     old = Wrapped(first, module)
     old.step(hvd)
     frozen = module if everything else module[2]
@@ -203,14 +209,7 @@ def test_one_made_while_layers_are_frozen(hvd: ModuleType, first: str, second: s
     frozen.requires_grad_(True)
     for number in range(1, 4):
         new.step(hvd, number)
-    if "adasum" not in (first, second):
-        plain = torch.optim.SGD(expected.parameters(), lr=0.1)
-        for number in range(4):
-            plain.zero_grad()
-            loss_of(expected, whole_batch(number)).backward()
-            plain.step()
-        assert largest_difference(module.parameters(), expected.parameters()) < 1e-6
-    assert same_on_all_ranks(module.parameters())
+    check_four_steps(module, first, second)
     del old
 
 
