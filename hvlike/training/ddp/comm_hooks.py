@@ -124,7 +124,7 @@ class HookedReducer:
     def mark_ready(self, index: int, tensor: Tensor) -> None:
         """Do nothing: all hooks are called at the end."""
 
-    def close(self) -> None:
+    def drop(self) -> None:
         """Do nothing: nothing was agreed."""
 
     def finish(self, tensors: Sequence[Tensor], missing: Collection[int] = ()) -> dict[int, Tensor]:

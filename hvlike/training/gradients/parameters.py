@@ -268,7 +268,7 @@ class Comparison:
         plan, unused = self._reducer.serial, self._reducer.served - self.updates
         if at_end:
             unused += self._reducer.busy
-        if plan != self._unused[0]:
+        if plan is None or plan != self._unused[0]:
             self._unused = (plan, unused)
         counted = ("reductions that no step() has used", str(unused - self._unused[1]))
         scale = describe_scale(self.scaler)

@@ -264,6 +264,12 @@ class PlannedReducer(PersistentOperation):
             self.sizes = sizes
             self.close()
 
+    def drop(self) -> None:
+        """Forget what was agreed, and the step that has begun: the owner will not use it again. Local."""
+        with self._lock:
+            self._marked.clear()
+        self.close()
+
     @property
     def total_bytes(self) -> int:
         return sum(math.prod(entry.shape) * entry.dtype.itemsize for entry in self._entries)

@@ -149,4 +149,4 @@ class ReducedParameters:
         self._one_hook.end(self._slots)
         reducer, self.reducer = self.reducer, None
         if reducer is not None:
-            reducer.close()
+            reducer.drop()

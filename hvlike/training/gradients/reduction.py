@@ -55,8 +55,8 @@ class Reducer(Protocol):
         missing: those for which zeros are here as this rank has nothing.
         """
 
-    def close(self) -> None:
-        """Forget what was agreed."""
+    def drop(self) -> None:
+        """Forget what was agreed, and the step that has begun: the owner will not use it again. Local."""
 
 
 def ranks_of_group(given: Any) -> Any:

@@ -41,4 +41,4 @@ def test_an_error_of_nccl_is_raised_on_every_rank_and_a_new_queue_follows(late: 
     gradient.fill_(2.0)
     reducer.finish([gradient])
     assert torch.equal(gradient, torch.full((4,), 2.0 * hvd.size()))
-    reducer.close()
+    reducer.drop()

@@ -49,7 +49,7 @@ def test_gradients_of_other_streams_are_waited_for(late: Late, dtype: torch.dtyp
         device.drain(user)
         for found, expected in zip(seen, total(step, size, dtype), strict=True):
             assert torch.equal(found, expected)
-    reducer.close()
+    reducer.drop()
 
 
 def test_a_hook_begins_its_bucket_and_does_not_wait(late: Late) -> None:
@@ -79,7 +79,7 @@ def test_a_hook_begins_its_bucket_and_does_not_wait(late: Late) -> None:
     device.drain(producer)
     for found, expected in zip(seen, total(0, size), strict=True):
         assert torch.equal(found, expected / size)
-    reducer.close()
+    reducer.drop()
 
 
 def test_gradients_that_never_arrived_are_reduced_in_finish(late: Late) -> None:
@@ -94,7 +94,7 @@ def test_gradients_that_never_arrived_are_reduced_in_finish(late: Late) -> None:
             seen = [each.clone() for each in gradients]
         device.drain(stream)
         assert all(map(torch.equal, seen, total(step, size)))
-    reducer.close()
+    reducer.drop()
 
 
 def test_a_timeline_shows_the_backend_of_the_device(late: Late, tmp_path: Path) -> None:
@@ -115,7 +115,7 @@ def test_a_timeline_shows_the_backend_of_the_device(late: Late, tmp_path: Path) 
             assert all(map(torch.equal, seen, total(step, size)))
     finally:
         late.hvd.stop_timeline()
-    reducer.close()
+    reducer.drop()
     text = "".join(each.read_text() for each in tmp_path.iterdir())
     # A rank that is alone has nothing to reduce.
     assert size == 1 or f"{late.backend.upper()}_ALLREDUCE" in text

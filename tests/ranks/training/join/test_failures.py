@@ -148,6 +148,22 @@ def test_between_backward_and_step(hvd: ModuleType) -> None:
     training.go_on_alike([training.optimizer])
 
 
+def test_an_optimizer_that_was_left_between_backward_and_step_disturbs_no_other_context(hvd: ModuleType) -> None:
+    left, other = Training(hvd), Training(hvd)
+
+    def body() -> None:
+        with Join([left.optimizer]):
+            left.model(torch.ones(1, 3)).sum().backward()
+            if hvd.rank() == 1:
+                raise KeyError("here")
+            left.optimizer.step()
+
+    with pytest.raises(KeyError if hvd.rank() == 1 else JoinError, match="here"):
+        body()
+    other.go_on_alike([other.optimizer])
+    left.go_on_alike([left.optimizer])
+
+
 def test_who_goes_on_all_the_same_is_told_again_and_at_the_end(hvd: ModuleType) -> None:
     training = Training(hvd)
     told = 0

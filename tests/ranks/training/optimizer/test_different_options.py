@@ -10,6 +10,7 @@ import torch
 from support.training.problem import loss_of, make_model, share, whole_batch
 
 from hvlike.collectives.requests.plan import find_difference
+from hvlike.join import Join
 from hvlike.optim import ZeroRedundancyOptimizer
 from hvlike.training.gradients.parameters import describe_options
 
@@ -99,6 +100,17 @@ def test_a_rank_that_leaves_out_the_last_step_is_named_before_the_end(hvd: Modul
     found = said()
     assert len(found) == (hvd.rank() == 0)
     assert all(f"0 on rank 0, 1 on rank {last}" in text for text in found)
+
+
+@pytest.mark.parametrize("kind", ["Average", "Adasum", "ZeRO"])
+def test_ranks_with_one_input_and_with_several_use_all_reductions(hvd: ModuleType, said: Any, kind: str) -> None:
+    model = make_model()
+    optimizer = optimizer_of(hvd, model, kind, 0.1)
+    for _ in range(2):
+        with Join([optimizer]):
+            train(hvd, model, optimizer, 1 if hvd.rank() == hvd.size() - 1 else 4)
+    train(hvd, model, optimizer, 4)
+    assert not said()
 
 
 @pytest.mark.parametrize("kind", ["Average", "Adasum", "ZeRO"])
