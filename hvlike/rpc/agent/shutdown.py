@@ -233,8 +233,6 @@ class SessionShutdown:
         workers that have vanished, once; the shutdown may be begun again.
         """
         self._woken.wait(seconds)
-        if self._is_over:
-            return True
         self._woken.clear()
         agent = self._agent
         untold = sorted(agent.vanished - agent.told)
