@@ -350,7 +350,9 @@ class DistributedDataParallel(nn.Module, BuiltInJoinable):
         self, inputs: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if torch.is_grad_enabled() and not is_inside_backward():
-            self._begin_training_pass()
+            # Inside torch.func.grad too, what is made here, and reduced, is none of the function's.
+            with torch._C._DisableFuncTorch():
+                self._begin_training_pass()
         if self.device_ids:
             inputs, kwargs = moved(inputs, self.device), moved(kwargs, self.device)
         return inputs, kwargs

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
+from support.fuzz.changes import Resume
 from support.fuzz.documented import DOCUMENTED, is_cause
 from support.fuzz.outcomes import Failure, Outcome, Value
 from support.fuzz.programs import Program, Setting
@@ -42,7 +43,14 @@ def judge(program: Program, setting: Setting, found: Sequence[Outcome], expected
         wrong = _differences(each, wanted, tolerance(program, setting))
         if wrong:
             return f"rank {rank}: {wrong}"
-    return _parted(found, expected, any_layout=bool(program.given.get("sparse_as_dense")))
+    return _parted(found, expected, _together(program, len(found)), any_layout=bool(program.given.get("sparse_as_dense")))
+
+
+def _together(program: Program, ranks: int) -> list[int]:
+    """The ranks that train with rank 0 from the first to the last action: others may differ by rounding."""
+    sets = [each.ranks for each in program.actions if isinstance(each, Resume)]
+    sets += [program.given["process_set"]] if "process_set" in program.given else []
+    return [rank for rank in range(1, ranks) if all((rank in each) == (0 in each) for each in sets)]
 
 
 def is_sound(expected: Sequence[Outcome]) -> bool:
@@ -107,8 +115,10 @@ def _shown(value: Value | None) -> str:
     return "None" if value is None else " ".join(str(value.tensor().tolist()).split())[:160]
 
 
-def _parted(found: Sequence[Outcome], expected: Sequence[Outcome], *, any_layout: bool) -> str | None:
-    """Ranks that are bitwise equal in the oracle are so everywhere.
+def _parted(
+    found: Sequence[Outcome], expected: Sequence[Outcome], ranks: Sequence[int], *, any_layout: bool
+) -> str | None:
+    """These ranks are bitwise equal to rank 0 where they are so in the oracle.
 
     any_layout: a gradient may be sparse on some ranks only, the docstring of DistributedOptimizer.
     """
@@ -117,7 +127,7 @@ def _parted(found: Sequence[Outcome], expected: Sequence[Outcome], *, any_layout
             break
         label = expected[0].seen[step][0]
         for name, value in expected[0].seen[step][1].items():
-            for rank in range(1, len(expected)):
+            for rank in ranks:
                 if expected[rank].seen[step][1].get(name) != value:
                     continue
                 first, other = found[0].seen[step][1].get(name), found[rank].seen[step][1].get(name)

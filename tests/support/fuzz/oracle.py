@@ -127,23 +127,24 @@ class SimulatedWorld:
         """Run a backward pass, then what follows from it."""
         parameters = list(training.network.parameters())
         before = [(each.grad, None if each.grad is None else each.grad._version) for each in parameters]
-        failure: BaseException | None = None
+        failure: Exception | None = None
         try:
             loss.backward(**options)
-        except BaseException as error:
+        except Exception as error:
             failure = error
         reached = {
             each
             for each, (gradient, version) in zip(parameters, before, strict=True)
             if each.grad is not None and (each.grad is not gradient or each.grad._version != version)
         }
+        if failure is None and reached & training.resized and training.program.kind != "zero alone":
+            # The program drops what has arrived.
+            failure, reached = DocumentedError("resized parameter"), set()
         if failure is not None:
             if isinstance(training.model, ReferenceModule):
                 training.model.interrupted |= reduces
                 training.model.reached |= reached
             raise failure
-        if reached & training.resized and training.program.kind != "zero alone":
-            raise DocumentedError("resized parameter")
         for each in (training.model, training.optimizer):
             if isinstance(each, (ReferenceModule, ReferenceOptimizer)):
                 each.after_backward(reached, reduces=reduces)

@@ -193,7 +193,7 @@ class ReferenceModule(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy begins anew.
-        return self.__dict__ | {"missing": None, "interrupted": False}
+        return self.__dict__ | {"missing": None, "interrupted": False, "reached": set()}
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -62,6 +62,8 @@ class Draft:
         self.steady = self.scales or bool(self.options.get("static_graph")) or "in_backward" in self.options
         self.ranks_together = self.options.get("process_set", tuple(range(ranks)))
         self.resized = False
+        # Since the last step: something was thawed; and after that a rank was absent, so nothing may be frozen again.
+        self.thawed = self.stays_thawed = False
         self.optimizer = self.draw_optimizer()
 
     def chance(self, percent: int) -> bool:
@@ -219,18 +221,19 @@ class Draft:
                 unused.append((part, self.choose(*where)))
         inside: tuple[tuple[int, bool], ...] = ()
         if not (self.steady or self.is_torch or "freeze" in self.without) and self.chance(5):
-            inside = ((self.choose(*self.layers()), self.choose(True, False)),)
+            inside = ((self.choose(*self.layers()), self.freezes(self.choose(True, False))),)
         form = self.choose(*possible)
         absent = None
         whole = self.wraps_module or self.steady or {"sync batch norm", "lazy"} & set(self.parts) or self.ranks == 1
         if not whole and form != "by hand" and self.chance(8):
             absent = self.choose(*range(self.ranks))
+            self.stays_thawed = self.stays_thawed or self.thawed
         between: tuple[tuple[int, bool], ...] = ()
         steady = self.steady or self.is_torch or {"sync batch norm", "lazy"} & set(self.parts)
         # It makes its graph in backward, with what has been thawed since.
         steady = steady or (self.wraps_module and "reentrant checkpoint" in self.parts)
         if form == "plain" and not steady and absent is None and "freeze" not in self.without and self.chance(5):
-            between = ((self.choose(*self.layers()), self.choose(True, False)),)
+            between = ((self.choose(*self.layers()), self.freezes(self.choose(True, False))),)
         raises_alone = alone and form.startswith("raise") and not whole and not unused and absent is None
         return Pass(
             self.batch(),
@@ -247,6 +250,12 @@ class Draft:
             caught=self.wraps_module and not self.is_torch and self.chance(15),
         )
 
+    def freezes(self, wanted: bool) -> bool:
+        """Whether to freeze, or to thaw. Never what some ranks alone have used since it was thawed; docs/recipes.md."""
+        frozen = wanted and not self.stays_thawed
+        self.thawed = self.thawed or not frozen
+        return frozen
+
     def change(self) -> None:
         """Maybe something that a program does while gradients accumulate, or between steps."""
         if self.steady or not self.chance(35):
@@ -258,9 +267,9 @@ class Draft:
         kinds = {each: each.removesuffix(" all").replace("thaw", "freeze") for each in changes}
         what = self.choose(*(each for each, kind in kinds.items() if kind not in self.without))
         if what in ("thaw", "freeze"):
-            self.actions.append(Freeze(self.choose(*self.layers()), what == "freeze"))
+            self.actions.append(Freeze(self.choose(*self.layers()), self.freezes(what == "freeze")))
         elif what in ("thaw all", "freeze all"):
-            self.actions.append(FreezeAll(what == "freeze all"))
+            self.actions.append(FreezeAll(self.freezes(what == "freeze all")))
         elif what == "evaluate":
             self.evaluate()
         elif what == "look":
@@ -340,6 +349,7 @@ class Draft:
 
     def step(self) -> None:
         """One step: gradients dropped, local passes, the passes that are reduced, what follows them, the step."""
+        self.thawed = self.stays_thawed = False
         self.between_steps()
         whole = self.scales or self.threads or self.options.get("op") == "adasum"
         if self.optimizer == "lbfgs" or (self.kind == "optimizer" and not whole and self.chance(8)):

@@ -228,6 +228,26 @@ def test_a_pass_that_fails_before_it_reaches_a_parameter(hvd: ModuleType, frozen
     assert same_on_all_ranks([each for each in gradients(module) if each is not None])
 
 
+def test_a_function_of_torch_func_begins_after_a_pass_that_failed(hvd: ModuleType) -> None:
+    """What is left of that pass is reduced outside of the transformation, which would take its zeros for its own."""
+    module = make()
+    ddp = DistributedDataParallel(module)
+    loss_of(ddp, inputs()).backward()
+    parameters = {name: each.detach() for name, each in ddp.named_parameters()}
+
+    def loss(values: dict[str, torch.Tensor]) -> torch.Tensor:
+        return torch.func.functional_call(ddp, values, (inputs(),)).sum()
+
+    ddp.zero_grad()
+    handle = module[2].register_full_backward_pre_hook(Failing())
+    with pytest.raises(ZeroDivisionError):
+        ddp(inputs()).sum().backward()
+    handle.remove()
+    with pytest.raises(DataParallelError, match="interrupted by an error"):
+        torch.func.grad(loss)(parameters)
+    assert torch.func.grad(loss)(parameters).keys() == parameters.keys()
+
+
 def test_frozen_between_forward_and_backward(hvd: ModuleType) -> None:
     """It accumulates nothing, so nothing of it is missing."""
     module = make()
