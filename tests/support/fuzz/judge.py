@@ -43,7 +43,9 @@ def judge(program: Program, setting: Setting, found: Sequence[Outcome], expected
         wrong = _differences(each, wanted, tolerance(program, setting))
         if wrong:
             return f"rank {rank}: {wrong}"
-    return _parted(found, expected, _together(program, len(found)), any_layout=bool(program.given.get("sparse_as_dense")))
+    return _parted(
+        found, expected, _together(program, len(found)), any_layout=bool(program.given.get("sparse_as_dense"))
+    )
 
 
 def _together(program: Program, ranks: int) -> list[int]:
