@@ -173,7 +173,7 @@ class ReferenceModule(nn.Module):
         self.buffers_are_due = True
         if not any(each.requires_grad for each in module.parameters()):
             raise DocumentedError("nothing to train")
-        if options.get("start") and options.get("init_sync", True):
+        if options.get("init_sync", True):
             self._take_start()
         self.reached: set[Tensor] = set()
         self.missing: set[Tensor] | None = None

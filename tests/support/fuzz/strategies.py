@@ -188,6 +188,9 @@ class Draft:
         if self.threads:
             # An exchange by hand has no name of its own.
             refused |= {"by hand"}
+        if self.beside and self.wraps_module:
+            # While a pass of one module is half done, nobody may join with the other one.
+            refused |= {"raise in backward"}
         if any(isinstance(each, Hook) and each.after for each in self.actions):
             # torch.func has no gradient that it could give to such a hook.
             refused |= {"func"}
