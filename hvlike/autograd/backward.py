@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import logging
 import operator
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -35,6 +34,7 @@ from hvlike.rpc.agent.profiling import TimelineRow
 from hvlike.rpc.wire.autograd_hooks import NO_MESSAGE, unknown_context
 from hvlike.rpc.wire.message import Packed, lost_ranks
 from hvlike.rpc.wire.pickler import Incoming, Outgoing, pack, unpack
+from hvlike.system.system import system
 
 logger = logging.getLogger("hvlike")
 
@@ -86,7 +86,7 @@ class BackwardTable:
     def __init__(self, agent: Agent) -> None:
         self.agent = agent
         self._numbers = new_ids(agent.rank)
-        self._lock = threading.Lock()  # For what contexts know of backwards
+        self._lock = system.Lock()  # For what contexts know of backwards
         agent.hear(BACKWARD_MESSAGE, self._take)
         agent.when_lost.append(self._lose)
 
@@ -167,7 +167,7 @@ class BackwardPass:
         self._machine: LocalBackward | None = machine
         self.state = BackwardState(agent.rank, heading.mode, machine)
         self._events: deque[Callable[[], None]] = deque()
-        self._lock = threading.Lock()
+        self._lock = system.Lock()
         self._is_root = False
         self._has_thread = False  # A thread handles the events, or will
 
@@ -193,13 +193,13 @@ class BackwardPass:
 
     def complete(self, seconds: float | None) -> None:
         """Be the root: begin, and block until the backward has ended, well or badly. seconds: None for no limit."""
-        deadline = None if seconds is None else time.monotonic() + seconds
+        deadline = None if seconds is None else system.monotonic() + seconds
         self._is_root = self._has_thread = True
         self._events.append(self.state.begin)
         try:
             self._handle_events()
             while not self.state.is_over:
-                remaining = None if deadline is None else deadline - time.monotonic()
+                remaining = None if deadline is None else deadline - system.monotonic()
                 if not self._agent.fabric.loop.wait(lambda: bool(self._events), remaining):
                     self._events.append(partial(self.state.fail, self._describe_timeout(seconds)))
                 self._handle_events()

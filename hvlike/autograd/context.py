@@ -23,6 +23,7 @@ from torch.autograd.graph import GradientEdge
 
 from hvlike.autograd.local_graph import LocalGraph, Receive
 from hvlike.rpc.wire.devices import NO_EVENTS, ReadyEvents
+from hvlike.system.system import system
 
 if TYPE_CHECKING:
     from hvlike.autograd.backward import BackwardPass
@@ -107,7 +108,7 @@ class DistributedContext:
     gradients_ready: ReadyEvents = NO_EVENTS  # When the gradients that are on GPUs are there
     reached: set[int] = field(default_factory=set)  # The workers that this one has sent a message of the context to
     segments: Sequence[SegmentRecord] = ()  # What the last backward has run on this worker, in this order; for `draw`
-    lock: threading.RLock = field(default_factory=threading.RLock)
+    lock: threading.RLock = field(default_factory=lambda: system.RLock())
     """Held while torch's engine runs over a part of the graph. Never taken in the loop."""
     passes: dict[int, BackwardPass] = field(default_factory=dict)  # The backwards that this worker knows, by number
     backwards: list[BackwardPass] = field(default_factory=list)
@@ -116,7 +117,8 @@ class DistributedContext:
     ahead: LocalGraph | None = None
     """What was scanned of the graph before a backward asks for it; at most what the sends lead to."""
     _unscanned: list[Send] = field(default_factory=list)
-    _records: threading.Lock = field(default_factory=threading.Lock)  # For sends, recvs, backwards, what was scanned
+    # For sends, recvs, backwards, what was scanned.
+    _records: threading.Lock = field(default_factory=lambda: system.Lock())
 
     def record_send(self, send: Send) -> None:
         with self._records:

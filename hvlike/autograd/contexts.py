@@ -7,7 +7,6 @@ worker remembers released contexts only from that number on, for messages that a
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -28,6 +27,7 @@ from hvlike.rpc.wire.autograd_hooks import (
     this_thread,
     unknown_context,
 )
+from hvlike.system.system import system
 
 RELEASE = 50  # Notice: the context is over; the oldest of the same creator that is not (context, oldest)
 WITHDRAW = 51  # Notice, receiver -> sender: this message was dropped unopened (context, message)
@@ -43,7 +43,7 @@ class Contexts:
         self.new_backwards: Callable[[Agent], Any] = lambda agent: None  # Set by hvlike.autograd.backward, like:
         self.backward: Callable[[int, list[Tensor], bool], None]
         self._rank = -1
-        self._lock = threading.Lock()
+        self._lock = system.Lock()
         self._contexts: dict[int, DistributedContext] = {}
         self._oldest: dict[int, int] = {}  # By creator: its contexts with lower ids are released
         self._released: set[int] = set()  # Those with higher ids that are

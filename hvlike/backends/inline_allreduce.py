@@ -7,20 +7,18 @@ reduction of an op queue of its own. The calling thread drives it as long as som
 
 from __future__ import annotations
 
-import os
-import time
-
 from hvlike.backends.arithmetic.arithmetic import Arithmetic, Piece
 from hvlike.backends.op_queue import OpQueue
 from hvlike.backends.shared_memory.board import RING, WORDS, Board
 from hvlike.backends.shared_memory.in_place_shm import InlineReduction
 from hvlike.backends.shared_memory.shared_backend import SharedBackend
 from hvlike.errors import HorovodInternalError
+from hvlike.system.mapped_memory import Segment
+from hvlike.system.system import system
 from hvlike.transport.fabric import Fabric
 from hvlike.transport.loop.coroutine import Coroutine
 from hvlike.transport.loop.spin import CHECKS
-from hvlike.transport.memory.doorbell import BELL_BYTES, X86, Doorbell
-from hvlike.transport.memory.segment import Segment, words
+from hvlike.transport.memory.doorbell import BELL_BYTES, Doorbell
 from hvlike.transport.world import Group
 
 COPIED_BYTES = 1536 << 10
@@ -51,10 +49,10 @@ class InlineEngine:
         self._bell = bells[rank]
         self.others = [bell for each, bell in enumerate(bells) if each != rank]
         """The bells of the peers."""
-        self._bell.initialise(os.getpid())
+        self._bell.initialise(system.process())
         start = size * BELL_BYTES
-        blocks = [words(segment, start + each * _BLOCK_BYTES, WORDS) for each in range(size)]
-        order, looks = None if X86 else fabric.fence, fabric.spin.board_checks
+        blocks = [system.words(segment, start + each * _BLOCK_BYTES, WORDS) for each in range(size)]
+        order, looks = None if system.orders_stores else fabric.fence, fabric.spin.board_checks
         self.board = Board(blocks, rank, fabric.fence.barrier, order, self.wake, looks)
         start += size * _BLOCK_BYTES
         self._room = room = _copy_bytes(size)
@@ -117,9 +115,9 @@ class InlineEngine:
                 return answer
             if self._spin.crowded:
                 # The rank that is waited for may need this core.
-                os.sched_yield()
-        until = time.monotonic() + WAIT_SECONDS
-        while time.monotonic() < until:
+                system.yield_core()
+        until = system.monotonic() + WAIT_SECONDS
+        while system.monotonic() < until:
             self.board.set_asleep(True)
             self._bell.prepare_sleep()
             try:
@@ -135,12 +133,12 @@ class InlineEngine:
     def _withdraw(self, index: int) -> bool:
         answer = self.board.withdraw(index)
         self.wake()
-        until = time.monotonic() + _HEAD_SECONDS
+        until = system.monotonic() + _HEAD_SECONDS
         while answer is None:
             # The head is about to decide, or waits for a rank that is between two statements.
-            time.sleep(0)
+            system.sleep(0)
             answer = self.board.look(index)
-            if answer is None and time.monotonic() > until:
+            if answer is None and system.monotonic() > until:
                 raise HorovodInternalError(
                     f"the first rank of the process set has not answered for {_HEAD_SECONDS} s in the middle of a "
                     "reduction; it was killed or stopped there."

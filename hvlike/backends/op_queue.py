@@ -7,7 +7,6 @@ order of its own (the negotiated requests of a process set, the plan of an optim
 from __future__ import annotations
 
 import os
-import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -24,6 +23,7 @@ from hvlike.backends.shared_memory.region import Region, region_bytes
 from hvlike.backends.shared_memory.schedule import chunk_bytes
 from hvlike.backends.shared_memory.shared_backend import SharedBackend
 from hvlike.errors import HorovodInternalError, LaunchError, ShutdownError
+from hvlike.system.system import system
 from hvlike.transport.fabric import Fabric
 from hvlike.transport.host import mpi_library
 from hvlike.transport.loop.coroutine import Coroutine, Task, Wait, second_driver
@@ -79,7 +79,7 @@ class OpQueue:
                 if wait is Wait.AGAIN:
                     until = 0.0
                     continue
-                now = time.monotonic()
+                now = system.monotonic()
                 if not until:
                     until = now + self.spin.queue_seconds
                 elif now > until:
@@ -87,7 +87,7 @@ class OpQueue:
                     return False
                 if self.spin.crowded:
                     # The rank that is waited for may need this core.
-                    os.sched_yield()
+                    system.yield_core()
         except BaseException as error:
             # An interrupt between two steps of the coroutine: it tells the peers that it ends here.
             coroutine.throw(error)

@@ -33,7 +33,7 @@ from hvlike.bench.harness.comparison import Contestant
 from hvlike.bench.harness.raw_mpi import RawMpi
 from hvlike.collectives.session.context import current
 from hvlike.errors import HvlikeError, UsageError
-from hvlike.transport.memory.doorbell import X86
+from hvlike.system.system import system
 from hvlike.transport.memory.dtypes import Array
 
 GLOO_BACKEND, NCCL_BACKEND = "gloo", "nccl"
@@ -135,7 +135,7 @@ class BareLoop:
 
     def __init__(self) -> None:
         """Collective. Raises: UsageError unless there are two ranks on one node of x86 cores, which order stores."""
-        if hvlike.size() != 2 or hvlike.local_size() != 2 or not X86:
+        if hvlike.size() != 2 or hvlike.local_size() != 2 or not system.orders_stores:
             raise UsageError(
                 f"--bare is for two ranks on one node of x86 cores; there are {hvlike.size()} ranks, "
                 f"{hvlike.local_size()} of them on this node."

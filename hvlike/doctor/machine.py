@@ -22,8 +22,9 @@ from hvlike.collectives.requests.message_table import name_ranks
 from hvlike.doctor.finding import Finding, Skipped, of_every_rank, plural
 from hvlike.doctor.probe import Gap, known
 from hvlike.errors import UsageError
+from hvlike.system import mapped_memory
+from hvlike.system.system import system
 from hvlike.transport.host import topology
-from hvlike.transport.memory import segment
 from hvlike.transport.memory.allocations import available_bytes
 
 if TYPE_CHECKING:
@@ -65,7 +66,7 @@ class Processor:
 
 
 def collect_processor(launcher: int) -> Processor:
-    allowed = topology.available_cores()
+    allowed = system.cores()
     try:
         around = frozenset(os.sched_getaffinity(launcher))
     except OSError:
@@ -173,13 +174,13 @@ def collect_shared_memory() -> SharedMemory:
 
 def _reaches_memfd() -> bool:
     """Whether a child can map what this process has made, as ranks do with each other."""
-    made = segment.make_offer(_TRIAL_BYTES, 0)
+    made = mapped_memory.make_offer(_TRIAL_BYTES, 0)
     if made is None:
         return False
     child = os.fork()
     if child == 0:
         # A child is nearer than another rank, but what forbids one mostly forbids the other.
-        os._exit(0 if segment.accept(made.offer) is not None else 1)
+        os._exit(0 if mapped_memory.accept(made.offer) is not None else 1)
     _, status = os.waitpid(child, 0)
     made.withdraw()
     return status == 0

@@ -23,11 +23,11 @@ from hvlike.errors import LaunchError, UsageError, WrongTypeError
 from hvlike.launch.attempt import Attempt
 from hvlike.launch.job_folder import RANK_PROGRAM, first_failure, raise_again, result_of, write_call
 from hvlike.observe import printing
+from hvlike.system.system import system
 from hvlike.transport.host import find_mpirun
 from hvlike.transport.host.find_mpirun import OPEN_MPI, Mpirun
 from hvlike.transport.host.launchers import detect_launcher
 from hvlike.transport.host.rank_variables import without_own
-from hvlike.transport.host.topology import available_cores
 
 T = TypeVar("T")
 
@@ -143,7 +143,7 @@ def _added_variables(environment: Mapping[str, str], ranks: int, *, on_hosts: bo
     path = os.pathsep.join(filter(None, [here, environment.get("PYTHONPATH")]))
     added = {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
     if "OMP_NUM_THREADS" not in environment and not on_hosts:
-        added["OMP_NUM_THREADS"] = str(max(1, len(available_cores()) // ranks))
+        added["OMP_NUM_THREADS"] = str(max(1, len(system.cores()) // ranks))
     return added
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import threading
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+
+from hvlike.system.system import system
 
 
 @dataclass(frozen=True)
@@ -66,8 +66,8 @@ class Counters:
     """The figures of one rank. From any thread. Kept in lists, because they are counted often and read seldom."""
 
     def __init__(self) -> None:
-        self.since = time.monotonic()
-        self._lock = threading.Lock()
+        self.since = system.monotonic()
+        self._lock = system.Lock()
         self._moved: dict[str, list[int]] = {}
         self._waits: dict[str, list[float]] = {}
         self._steps: dict[str, StepCounts] = {}

@@ -10,8 +10,6 @@ import itertools
 import json
 import logging
 import os
-import threading
-import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -19,6 +17,7 @@ from typing import Any
 
 from hvlike.errors import UsageError
 from hvlike.observe.looking import only_looks
+from hvlike.system.system import system
 
 _CLOSING = b"\n]}\n"
 
@@ -116,7 +115,7 @@ class Recorder:
     """The timeline of one rank, off until `start`."""
 
     def __init__(self, rank: int, size: int, host: str, offset: int) -> None:
-        """offset: added to time.monotonic_ns() to get the nanoseconds since the job began, on all ranks alike."""
+        """offset: added to system.monotonic_ns() to get the nanoseconds since the job began, on all ranks alike."""
         self.on = False
         self.marks_cycles = False
         self.generation = 0  # The number of starts. Rows of an earlier one are invalid.
@@ -125,7 +124,7 @@ class Recorder:
         self._about = {"rank": rank, "size": size, "host": host, "clock": "monotonic", "clock_offset_ns": offset}
         self._offset = offset
         # A signal handler may start an operation while its thread writes.
-        self._lock = threading.RLock()
+        self._lock = system.RLock()
         self._pending: deque[dict[str, Any]] = deque()
         self._rows: dict[str, int] = {}
         self._numbers = itertools.count(1)
@@ -167,7 +166,7 @@ class Recorder:
     @property
     def now(self) -> int:
         """Nanoseconds since the job began."""
-        return time.monotonic_ns() + self._offset
+        return system.monotonic_ns() + self._offset
 
     def row(self, title: str) -> int:
         number = self._rows.get(title)

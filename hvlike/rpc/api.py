@@ -5,7 +5,6 @@ Queries (worker names, timeouts, statistics) and what torch's higher layers use:
 
 from __future__ import annotations
 
-import threading
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,6 +26,7 @@ from hvlike.rpc.rrefs.rref import RRef, remote
 from hvlike.rpc.rrefs.session import LiveRRef, current_session, live_rrefs
 from hvlike.rpc.rrefs.session import set_leak_checking as _set_leak_checking
 from hvlike.rpc.wire.message import WorkerInfo
+from hvlike.system.system import system
 
 __all__ = [
     "DEFAULT_SHUTDOWN_TIMEOUT",
@@ -56,7 +56,7 @@ _Key = tuple[int, tuple[str, ...], int]  # Session, names of the workers, and ho
 _Round = tuple[dict[str, Any], list[torch.futures.Future[Any]]]
 """The objects that the leader of one _all_gather has so far, and the futures of who gave them."""
 
-_lock = threading.Lock()
+_lock = system.Lock()
 _rounds: dict[_Key, _Round] = {}
 _numbers: Counter[tuple[int, tuple[str, ...]]] = Counter()
 

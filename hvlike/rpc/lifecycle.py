@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections import Counter
 from functools import partial
 from typing import Any
@@ -20,6 +19,7 @@ from hvlike.rpc.rrefs.session import begin_rrefs, checks_leaks, current_session,
 from hvlike.rpc.wire.autograd_hooks import autograd_hooks
 from hvlike.rpc.wire.devices import DeviceMaps, DeviceOffer, check_offers
 from hvlike.rpc.wire.message import WorkerInfo
+from hvlike.system.system import system
 from hvlike.transport.fabric import Fabric
 from hvlike.transport.host import mpi_library
 
@@ -119,7 +119,7 @@ def shutdown(graceful: bool = True, timeout: float = 0) -> None:
     """
     agent = current_agent()
     limit = checked_timeout("shutdown: timeout", timeout)
-    deadline = time.monotonic() + limit if limit else None
+    deadline = system.monotonic() + limit if limit else None
     if not graceful:
         _end(agent, tell=True)
         return
@@ -177,11 +177,11 @@ def _wait_until_quiet(agent: Agent, phase: str, deadline: float | None) -> None:
     # The pool threads drive the loop meanwhile: requests that come in are for them to run.
     agent.shutdown.begin(phase)
     while True:
-        remaining = None if deadline is None else max(0.0, deadline - time.monotonic())
+        remaining = None if deadline is None else max(0.0, deadline - system.monotonic())
         slice_ = _REPORT_SECONDS if remaining is None else min(remaining, _REPORT_SECONDS)
         if agent.shutdown.wait(slice_):
             return
-        over = deadline is not None and time.monotonic() >= deadline
+        over = deadline is not None and system.monotonic() >= deadline
         if over or agent.rank == min(agent.present):
             report = (
                 f"shutdown() of RPC on {agent.me.name} (rank {agent.rank}) waits for the other workers: "

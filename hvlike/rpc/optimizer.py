@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, NamedTuple
@@ -15,8 +14,9 @@ from hvlike.rpc.agent.calls import rpc_async
 from hvlike.rpc.rrefs.rref import RRef
 from hvlike.rpc.wire.autograd_hooks import autograd_hooks, in_context
 from hvlike.rpc.wire.message import WorkerInfo
+from hvlike.system.system import system
 
-_stepping = threading.Lock()
+_stepping = system.Lock()
 """Held by the one optimizer that steps on this worker, because it uses the `.grad` of its parameters."""
 
 

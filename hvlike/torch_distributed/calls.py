@@ -12,8 +12,6 @@ the members that have not made that call.
 from __future__ import annotations
 
 import logging
-import threading
-import time
 from collections import deque
 from collections.abc import Sequence
 from functools import partial
@@ -30,6 +28,7 @@ from hvlike.collectives.requests.message_table import name_ranks
 from hvlike.collectives.session.context import Context, current, is_running
 from hvlike.collectives.session.process_set_state import ProcessSetState, stall_limits
 from hvlike.errors import HorovodInternalError, MismatchError, ShutdownError, StalledError
+from hvlike.system.system import system
 from hvlike.torch_distributed.directory import describe_calls, describe_missing, directory_of
 from hvlike.torch_distributed.work import Work
 from hvlike.transport.host import mpi_library
@@ -62,7 +61,7 @@ class CallQueue:
         self._queue = queue
         self._overlaps = context.overlaps
         self._report_seconds = stall_limits(context.knobs).report_seconds
-        self._lock = threading.Lock()
+        self._lock = system.Lock()
         self._pending: dict[int, Work] = {}
         self._held: deque[tuple[Job, Work]] = deque()  # Calls that nobody has begun yet
         self._submitted = 0  # Calls that were left to the loop and have not ended
@@ -244,14 +243,14 @@ class CallQueue:
         mpi_library.check_not_forked()
         work.waited_for = True
         self._drive_held()
-        until = None if seconds is None else time.monotonic() + seconds
+        until = None if seconds is None else system.monotonic() + seconds
         turn = min((each for each in (self._report_seconds, seconds) if each is not None), default=None)
         while not self.loop.wait(lambda: work.ended, turn):
             missing = describe_missing(self._directory.ask_all(self, work), work.number)
             if work.ended:
                 return
-            text = f"{self._name(work)} has taken {time.monotonic() - work.began:.1f} s. {missing}"
-            if until is not None and time.monotonic() >= until:
+            text = f"{self._name(work)} has taken {system.monotonic() - work.began:.1f} s. {missing}"
+            if until is not None and system.monotonic() >= until:
                 raise StalledError(text)
             logger.warning("%s", text)
 
@@ -265,7 +264,7 @@ class CallQueue:
         pending = list(self._pending.values())
         if pending and not self._expiring:
             first = min(pending, key=lambda each: each.deadline)
-            if first.deadline < time.monotonic():
+            if first.deadline < system.monotonic():
                 self._expiring = True
                 self.loop.start(self._expire(pending[0], first.limit), wake=False)
 
@@ -273,7 +272,7 @@ class CallQueue:
         """End the group, once it is known who is missing. work: what the group waits for. limit: the timeout, of it or
         of a later call.
         """
-        waited = time.monotonic() - work.began
+        waited = system.monotonic() - work.began
         answers = yield from self._directory.ask(self, work)
         self._expiring = False
         if not work.ended:

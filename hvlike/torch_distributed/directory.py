@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -11,6 +9,7 @@ from hvlike.collectives.health.stall_inspector import ANSWER_SECONDS, SHOWN_STAC
 from hvlike.collectives.requests.message_table import name_ranks
 from hvlike.collectives.session.context import Context
 from hvlike.observe.log import main_stack
+from hvlike.system.system import system
 from hvlike.transport.loop.coroutine import Coroutine, Wait
 from hvlike.transport.messages.traffic import Topic
 
@@ -32,7 +31,7 @@ class Directory:
         self.groups: dict[str, CallQueue] = {}
         self._fabric = context.fabric
         self._answers: dict[tuple[str, int, int], Answer] = {}  # By group, call and rank
-        self._asking = threading.Lock()
+        self._asking = system.Lock()
         self._fabric.channel.listen(Topic.GROUP_CALLS, lambda rank, message, tensors: self._hear(rank, *message))
         self._fabric.ticks.append(self._watch)
 
@@ -67,8 +66,8 @@ class Directory:
         for rank in others:
             self._answers.pop((group.name, work.number, rank), None)
             fabric.channel.send(rank, Topic.GROUP_CALLS, (group.name, work.number, None), kind="status")
-        until, had_ended = time.monotonic() + ANSWER_SECONDS, work.ended
-        while time.monotonic() < until and work.ended == had_ended:
+        until, had_ended = system.monotonic() + ANSWER_SECONDS, work.ended
+        while system.monotonic() < until and work.ended == had_ended:
             if all((group.name, work.number, each) in self._answers for each in others):
                 break
             yield Wait.NOTIFY

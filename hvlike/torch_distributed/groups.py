@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
@@ -31,6 +30,7 @@ from hvlike.collectives.requests.process_set import FIRST_PRIVATE_SET, ProcessSe
 from hvlike.collectives.session.context import Context, current
 from hvlike.collectives.session.process_set_state import ProcessSetState
 from hvlike.errors import HorovodInternalError, StalledError, UsageError
+from hvlike.system.system import system
 from hvlike.torch_distributed.calls import CallQueue
 from hvlike.transport.fabric import Fabric
 from hvlike.transport.loop.coroutine import Coroutine
@@ -51,7 +51,7 @@ def open_group(name: str, ranks: Sequence[int], seconds: float) -> CallQueue:
     """
     context = current()
     loop = context.fabric.loop
-    task = loop.start(_open(context, name, tuple(ranks), time.monotonic() + seconds), wake=False)
+    task = loop.start(_open(context, name, tuple(ranks), system.monotonic() + seconds), wake=False)
 
     def lose(errors: Mapping[int, HorovodInternalError]) -> None:
         gone = [errors[rank] for rank in ranks if rank in errors]
@@ -116,7 +116,7 @@ def _until(coroutine: Coroutine[T], deadline: float) -> Coroutine[T | None]:
         except StopIteration as stop:
             result: T = stop.value
             return result
-        if time.monotonic() > deadline:
+        if system.monotonic() > deadline:
             coroutine.close()
             return None
         yield wait
@@ -269,7 +269,7 @@ def wait_for_members(group: ProcessGroup, timeout: timedelta | float | None, wai
     loop = running.fabric.loop
     ranks = dist.get_process_group_ranks(group)
     key = (f"monitored_barrier {next(group.monitored_barriers)}", group.calls.name)
-    task = loop.start(meet(running.fabric, ranks, key, time.monotonic() + seconds), wake=False)
+    task = loop.start(meet(running.fabric, ranks, key, system.monotonic() + seconds), wake=False)
     loop.wait(lambda: task.done)
     if task.error is not None:
         raise task.error

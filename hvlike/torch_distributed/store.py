@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import threading
-import time
 from collections import defaultdict
 from collections.abc import Mapping, MutableMapping, Sequence
 from datetime import timedelta
@@ -26,6 +24,7 @@ from torch._C._distributed_c10d import Store
 from hvlike.collectives.session import context
 from hvlike.collectives.session.context import Context
 from hvlike.errors import HorovodInternalError, LaunchError, UsageError
+from hvlike.system.system import system
 from hvlike.torch_distributed.key_value_table import Answer, Due, Table
 from hvlike.transport.host import mpi_library, rank_variables
 from hvlike.transport.host.launchers import detect_launcher
@@ -227,8 +226,8 @@ class _Calls:
             self._loop.start(self._give_up(errors), wake=False)
 
     def _give_up(self, errors: dict[int, HorovodInternalError]) -> Coroutine[None]:
-        until = time.monotonic() + LAST_WORDS_SECONDS
-        while time.monotonic() < until:
+        until = system.monotonic() + LAST_WORDS_SECONDS
+        while system.monotonic() < until:
             yield Wait.NOTIFY
         reasons = " ".join(str(error).rstrip(".") for error in errors.values())
         if HOLDER in errors:
@@ -251,7 +250,7 @@ class _Calls:
 
 class _Current:
     calls: _Calls | None = None
-    lock = threading.Lock()
+    lock = system.Lock()
 
 
 def _calls_of(running: Context) -> _Calls:

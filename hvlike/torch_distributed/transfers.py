@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import time
 from collections.abc import Sequence
 from functools import partial
 
@@ -13,6 +12,7 @@ import torch
 from hvlike.collectives.session.context import Context
 from hvlike.collectives.session.process_set_state import stall_limits
 from hvlike.errors import ShutdownError, StalledError
+from hvlike.system.system import system
 from hvlike.torch_distributed.calls import CallQueue
 from hvlike.torch_distributed.endpoint import Transfer
 from hvlike.torch_distributed.point_to_point import PointToPoint
@@ -79,11 +79,11 @@ class Transfers:
         """Wait until a work has ended, at most so many seconds; a long wait is reported."""
         mpi_library.check_not_forked()
         self.flush()
-        until = None if seconds is None else time.monotonic() + seconds
+        until = None if seconds is None else system.monotonic() + seconds
         limit = min((each for each in (self._report_seconds, seconds) if each is not None), default=None)
         while not self.loop.wait(lambda: work.ended, limit):
             text = f"{self._describe(work)} has taken {_age(work):.1f} s: {_ADVICE}"
-            if until is not None and time.monotonic() >= until:
+            if until is not None and system.monotonic() >= until:
                 raise StalledError(text)
             logger.warning("%s", text)
 
@@ -95,7 +95,7 @@ class Transfers:
         """End what has taken too long; in the loop."""
         if not self._pending:
             return
-        now = time.monotonic()
+        now = system.monotonic()
         for work, transfer in list(self._pending.values()):
             if work.deadline < now:
                 text = f"{self._describe(work)} timed out after {_age(work):.1f} s, by a timeout of {work.limit:g} s"
@@ -122,4 +122,4 @@ class Transfers:
 
 
 def _age(work: Work) -> float:
-    return time.monotonic() - work.began
+    return system.monotonic() - work.began

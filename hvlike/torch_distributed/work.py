@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from hvlike.system.system import system
 from hvlike.torch_distributed.recording import recorded
 from hvlike.untraced import untraced
 
@@ -33,7 +33,7 @@ class Work(_WorkBase):
         self.number = number
         self.what = what
         self.limit = limit
-        self.began = time.monotonic()
+        self.began = system.monotonic()
         self.deadline = self.began + limit
         self.ended = False
         self.error: BaseException | None = None

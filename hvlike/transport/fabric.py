@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import time
 from collections.abc import Callable
 from typing import Any
 
 from hvlike.observe.counters import Counters
 from hvlike.observe.recorder import Recorder
+from hvlike.system.mapped_memory import Segment
+from hvlike.system.system import system
 from hvlike.transport.failure import watchdog
 from hvlike.transport.host import topology
 from hvlike.transport.loop.coroutine import Coroutine, Wait
@@ -18,7 +18,6 @@ from hvlike.transport.loop.spin import TICK_SECONDS, TOLERANT_TICK_SECONDS, Spin
 from hvlike.transport.memory import segment
 from hvlike.transport.memory.allocations import Allocations
 from hvlike.transport.memory.doorbell import BELL_BYTES, Doorbell, Fence
-from hvlike.transport.memory.segment import Segment
 from hvlike.transport.messages.channel import Channel, Mailbox
 from hvlike.transport.messages.direct_copy import SLOT_WORDS, DirectCopies
 from hvlike.transport.messages.traffic import CountedComm, Topic, Traffic
@@ -59,14 +58,14 @@ class Fabric:
         wakes = {} if self.sockets is None else {"send": self.sockets.send}
         self.bells = {rank: Doorbell(board, index, self.fence, **wakes) for index, rank in enumerate(local)}
         self.bell = self.bells[world.rank]
-        self.bell.initialise(os.getpid(), 0 if self.sockets is None else self.sockets.token)
+        self.bell.initialise(system.process(), 0 if self.sockets is None else self.sockets.token)
         positions = {rank: index for index, rank in enumerate(local)}
         direct = DirectCopies(
-            segment.words(board, slots_at, SLOT_WORDS * size), positions, self.bells, world.rank, self.fence
+            system.words(board, slots_at, SLOT_WORDS * size), positions, self.bells, world.rank, self.fence
         )
-        affinities = world.node_comm.allgather(topology.available_cores())
+        affinities = world.node_comm.allgather(system.cores())
         # Also a barrier: the slots of direct copies are ready on every rank.
-        places = world.comm.allgather((topology.machine_id() or world.nodes.index(local), topology.available_cores()))
+        places = world.comm.allgather((topology.machine_id() or world.nodes.index(local), system.cores()))
         reaches = peer_memory and direct.reaches(local[(world.local_rank + 1) % size])
         self.reaches_peers = direct.enabled = all(world.node_comm.allgather(reaches))
         self.cores = topology.cores_on_machine(places, world.rank)
@@ -80,7 +79,7 @@ class Fabric:
         tick = TICK_SECONDS if world.job is None else TOLERANT_TICK_SECONDS
         self.spin = SpinPolicy(crowded=crowded, tick_seconds=tick)
         self.loop = Loop(self.bell, spin=self.spin, sockets=self.sockets, tick=self._tick)
-        counters = segment.words(board, counts_at, size * size)
+        counters = system.words(board, counts_at, size * size)
         self.channel = Channel(world.mpi, world.comm, self.loop, self.bells, counters, self.traffic, direct)
         self.mailbox = Mailbox(self.channel, Topic.MAILBOX)
 
@@ -88,7 +87,7 @@ class Fabric:
         """One zeroed segment for the members of `group` on this node, which all run this; None: they cannot."""
         leader, *others = (group.ranks[position] for position in group.node)
         if not others:
-            return Segment.private(nbytes)
+            return system.private(nbytes)
         leads = self.world.rank == leader
         mailbox = self.mailbox
 
@@ -136,9 +135,9 @@ class Fabric:
 
 
 def _clock_offset(world: World) -> int:
-    """What to add to time.monotonic_ns() for the nanoseconds since the job began, the same on all ranks of a node.
+    """What to add to system.monotonic_ns() for the nanoseconds since the job began, the same on all ranks of a node.
     Collective and blocking; nodes are as far apart as their wall clocks.
     """
-    offset: int = world.node_comm.bcast(time.time_ns() - time.monotonic_ns(), root=0)
-    began: int = world.comm.bcast(time.time_ns(), root=0)
+    offset: int = world.node_comm.bcast(system.time_ns() - system.monotonic_ns(), root=0)
+    began: int = world.comm.bcast(system.time_ns(), root=0)
     return offset - began

@@ -12,13 +12,13 @@ import dataclasses
 import multiprocessing
 import operator
 import os
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, cast
 
 from hvlike.errors import LaunchError, UsageError, WrongTypeError
+from hvlike.system.system import system
 from hvlike.transport.failure import fault_tolerance, guard
 from hvlike.transport.failure.fault_tolerance import Job
 from hvlike.transport.failure.fault_tolerant_comm import failed_ranks
@@ -231,7 +231,7 @@ def _make_private(mpi: ModuleType, source: MPI.Intracomm | tuple[int, ...]) -> M
         private, request = source.Idup()
         pause = 1e-5
         while not request.Test():
-            time.sleep(pause)
+            system.sleep(pause)
             pause = min(pause * 2, 0.01)
     private.Set_errhandler(mpi.ERRORS_RETURN)
     return cast("MPI.Intracomm", private)

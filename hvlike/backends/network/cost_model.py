@@ -22,13 +22,13 @@ import functools
 import math
 import statistics
 import sys
-import time
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from hvlike.backends.network.partition import primes
+from hvlike.system.system import system
 from hvlike.transport.loop.coroutine import Coroutine, complete
 from hvlike.transport.loop.socket_events import SocketEvents
 from hvlike.transport.memory.dtypes import MpiConstants
@@ -208,12 +208,12 @@ def _rounds(comm: Any, byte: Any, nbytes: int, count: int) -> Coroutine[tuple[li
     sent, received = np.zeros(nbytes, np.uint8), np.zeros(nbytes, np.uint8)
     called, ended = [], []
     for _ in range(count):
-        start = time.perf_counter()
+        start = system.perf_counter()
         receive = comm.Irecv([received, byte], (rank - 1) % size, _TAG)
         send = comm.Isend([sent, byte], (rank + 1) % size, _TAG)
-        called.append(time.perf_counter() - start)
+        called.append(system.perf_counter() - start)
         yield from complete([receive, send])
-        ended.append(time.perf_counter() - start)
+        ended.append(system.perf_counter() - start)
     return called, ended
 
 
@@ -221,6 +221,6 @@ def _fold() -> float:
     """Seconds per byte of an addition."""
     mine, other = (np.zeros(_FOLDED // 4, np.float32) for _ in range(2))
     mine += other  # Only now the system gives the memory
-    start = time.perf_counter()
+    start = system.perf_counter()
     mine += other
-    return (time.perf_counter() - start) / _FOLDED
+    return (system.perf_counter() - start) / _FOLDED

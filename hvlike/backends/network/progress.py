@@ -7,13 +7,13 @@ is the least possible. A fast network would be idle between two messages.
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
+from hvlike.system.system import system
 from hvlike.transport.loop.coroutine import Coroutine, Wait
 from hvlike.transport.memory.dtypes import Array
 
@@ -95,7 +95,7 @@ SMALLEST_SAMPLE = 1 << 20
 class BandwidthEstimator:
     """The rate at which messages have arrived at this rank in the last exchange that was large enough."""
 
-    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(self, clock: Callable[[], float] = system.perf_counter) -> None:
         self.slow = False
         self._clock = clock
         self._first: float | None = None

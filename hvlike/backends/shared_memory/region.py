@@ -37,10 +37,11 @@ import torch
 from hvlike.backends.arithmetic.arithmetic import Arithmetic, Piece
 from hvlike.backends.arithmetic.kernels import SilentErrstate
 from hvlike.backends.shared_memory.schedule import SLOTS
+from hvlike.system.mapped_memory import Segment
+from hvlike.system.system import system
 from hvlike.transport.loop.spin import SpinPolicy
-from hvlike.transport.memory.doorbell import X86, Doorbell, Fence
+from hvlike.transport.memory.doorbell import Doorbell, Fence
 from hvlike.transport.memory.dtypes import EVERYTHING, FIRST_ADDRESS, Array, bytes_at
-from hvlike.transport.memory.segment import Segment, words
 
 REDUCED, PUBLISHED, FAILED, STAMPS, ARRIVED, DEPARTED, PLACES, ABANDONED = 0, 1, 2, 3, 5, 6, 7, 9
 # Which of a rank's words hold these. Of those with a parity, the first.
@@ -64,15 +65,15 @@ class RankCounters:
 
     def __init__(self, segment: Segment, rank: int, ranks: int) -> None:
         first = rank * _counter_bytes(ranks)
-        self.staged = words(segment, first, ranks)
-        self.taken = words(segment, first + 8 * ranks, ranks)
-        self.fetched = words(segment, first + 16 * ranks, ranks)
-        self.passed = words(segment, first + 24 * ranks, ranks)
-        self.received = words(segment, first + 32 * ranks, ranks)
-        self.words = words(segment, first + 40 * ranks, _WORDS)
-        self.addresses = words(segment, first + 40 * ranks + 8 * _WORDS, ADDRESSES)
+        self.staged = system.words(segment, first, ranks)
+        self.taken = system.words(segment, first + 8 * ranks, ranks)
+        self.fetched = system.words(segment, first + 16 * ranks, ranks)
+        self.passed = system.words(segment, first + 24 * ranks, ranks)
+        self.received = system.words(segment, first + 32 * ranks, ranks)
+        self.words = system.words(segment, first + 40 * ranks, _WORDS)
+        self.addresses = system.words(segment, first + 40 * ranks + 8 * _WORDS, ADDRESSES)
         first += 40 * ranks + 8 * (_WORDS + ADDRESSES)
-        self.lengths = [words(segment, first + 16 * ranks * parity, 2 * ranks) for parity in range(2)]
+        self.lengths = [system.words(segment, first + 16 * ranks * parity, 2 * ranks) for parity in range(2)]
 
 
 class Slots(NamedTuple):
@@ -115,7 +116,7 @@ class Region:
         self._typed_scratch: dict[torch.dtype, Piece] = {}
         self.sleepers = [bells[peer] for peer in self.peers]
         # Keeps stores, and loads, in their order on this machine: nothing has to on x86.
-        self.order: Callable[[], object] = ().__len__ if X86 else fence
+        self.order: Callable[[], object] = ().__len__ if system.orders_stores else fence
         self.turns = [0] * ranks
         """Chunks that each rank has owned so far, the same on every rank; modulo SLOTS the number of a slot."""
 

@@ -6,8 +6,6 @@ Metrics go to rank 0 in one-way messages: a collective would hang where ranks ha
 from __future__ import annotations
 
 import os
-import threading
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +15,7 @@ from hvlike.collectives.persistent.schedule import PLANNED
 from hvlike.collectives.session.context import Context, current
 from hvlike.errors import WrongTypeError
 from hvlike.observe.counters import Means, Moved, Sums, Waits
+from hvlike.system.system import system
 from hvlike.transport.messages.traffic import Sent, Topic
 
 
@@ -114,7 +113,7 @@ def statistics() -> Statistics:
     return Statistics(
         rank=context.world.rank,
         size=context.world.size,
-        seconds=time.monotonic() - fabric.counters.since,
+        seconds=system.monotonic() - fabric.counters.since,
         operations={kind: each for kind, each in moved.items() if kind != PLANNED},
         express_operations=sum(each.served for each in ways),
         express_bytes=sum(each.bytes for each in ways),
@@ -181,7 +180,7 @@ class MetricsAggregator:
     def __init__(self, context: Context) -> None:
         self._rank = context.world.rank
         self._channel = context.fabric.channel
-        self._lock = threading.Lock()
+        self._lock = system.Lock()
         self._means: dict[Column, Means] = {}
         self._titles: dict[str, int] = {}
         # Seconds between two messages of a rank in one column.

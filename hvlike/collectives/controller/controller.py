@@ -13,7 +13,6 @@ any thread; the rest runs in the loop.
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -47,6 +46,7 @@ from hvlike.collectives.requests.message_table import Entry, NodeTable, ReadyLis
 from hvlike.collectives.requests.request import CallSite, Handle, Request, RequestKey, RequestSpec, find_call_site
 from hvlike.errors import HorovodInternalError
 from hvlike.observe.log import main_stack
+from hvlike.system.system import system
 from hvlike.transport.fabric import Fabric
 from hvlike.transport.host import mpi_library
 from hvlike.transport.loop.coroutine import Coroutine, Wait
@@ -170,10 +170,10 @@ class Controller:
         loop, seconds = self._fabric.loop, self._probe.limits.shortest
         if seconds is None or timeout is not None:
             return loop.wait(done, timeout)
-        began = time.monotonic()
+        began = system.monotonic()
         while not loop.wait(done, seconds):
             agreed = key[0] != STEP and key not in self.tensor_queue.requests
-            error = self._probe.check(key, time.monotonic() - began + PATIENCE_SECONDS, agreed, done)
+            error = self._probe.check(key, system.monotonic() - began + PATIENCE_SECONDS, agreed, done)
             if error is not None:
                 loop.post(partial(self._end, error), wake=False)
         return True
@@ -197,7 +197,7 @@ class Controller:
         """This rank waits in a step of a planned reduction from now on; `stop` ends that wait, in the loop."""
         self.tensor_queue.notice(key, place)
         self.steps[key[1]] = step
-        self._steps_at[key] = (place, time.monotonic(), detail)
+        self._steps_at[key] = (place, system.monotonic(), detail)
         self._stoppable[key] = stop
 
     def leave_step(self, key: RequestKey) -> None:
@@ -347,8 +347,8 @@ class Controller:
         self._obey(*announcement)
 
     def _gather(self) -> Coroutine[None]:
-        until = time.monotonic() + self.cycle_seconds
-        while time.monotonic() < until:
+        until = system.monotonic() + self.cycle_seconds
+        while system.monotonic() < until:
             yield Wait.POLL
         gathered, self._gathered = self._gathered, []
         responses = [each for announced, _ in gathered for each in announced]
@@ -406,7 +406,7 @@ class Controller:
 
     def unfinished(self) -> dict[RequestKey, Submission]:
         """What this rank has asked for or waits for, and is not over; any thread."""
-        now = time.monotonic()
+        now = system.monotonic()
         found = {
             key: Submission(
                 key, str(request.place), now - request.time, describe_tensors(request.spec.shapes, request.spec.dtypes)
@@ -418,7 +418,7 @@ class Controller:
         return found
 
     def _answer(self, number: int) -> StatusReply:
-        now = time.monotonic()
+        now = system.monotonic()
         last = None
         if self.tensor_queue.last is not None:
             key, place, since = self.tensor_queue.last

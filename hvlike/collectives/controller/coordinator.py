@@ -5,7 +5,6 @@ It runs in that rank's loop, and also detects deadlocks, stalls and missing rank
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
@@ -16,6 +15,7 @@ from hvlike.collectives.requests.join_protocol import JOIN_KEY, LEAVE_KEY
 from hvlike.collectives.requests.message_table import MessageTable, ReadyList, Response, name_ranks
 from hvlike.collectives.requests.request import RequestKey, RequestSpec
 from hvlike.errors import DeadlockError, HorovodInternalError
+from hvlike.system.system import system
 
 NEVER_NUMBERED = ("plan", "queue", "join", "process_set")  # Kinds whose specs hardly come twice
 KnownResponse = tuple[str, int, int]  # Name, number of a spec that was announced before, the rank that asked last
@@ -46,7 +46,7 @@ class Coordinator:
 
     def collect(self, ready: ReadyList) -> None:
         """Members ask for these, each in this order."""
-        table, size, now = self.table, len(self._ranks), time.monotonic()
+        table, size, now = self.table, len(self._ranks), system.monotonic()
         pending, since = table.pending, table.since
         announced: list[Response | KnownResponse] = []
         for positions, entries in ready:
@@ -108,7 +108,7 @@ class Coordinator:
         return replace(response, extra=end)
 
     def waiting(self, position: int, waiting: WaitReport) -> None:
-        self.waits.report(position, replace(waiting, since=time.monotonic()))
+        self.waits.report(position, replace(waiting, since=system.monotonic()))
         self._check_deadlock()
 
     def lose(self, errors: dict[int, HorovodInternalError]) -> None:

@@ -6,7 +6,6 @@ not plain is negotiated, with the same result.
 
 from __future__ import annotations
 
-import time
 from typing import Literal, NamedTuple
 
 import torch
@@ -20,6 +19,7 @@ from hvlike.collectives.controller.controller import Controller
 from hvlike.collectives.controller.inline_calls import KIND, MOST_KNOWN, STEPS, InlineCalls
 from hvlike.collectives.requests.reduction import Average
 from hvlike.observe.recorder import Recorder
+from hvlike.system.system import system
 from hvlike.transport.loop.coroutine import Task
 from hvlike.transport.memory.dtypes import bytes_at
 from hvlike.transport.memory.own_memory import has_memory
@@ -105,7 +105,7 @@ class InlineAllreduce(InlineCalls[_Plan]):
                 agreed = board.offer(index, number, code)
             if not tensor_queue.here.is_known:
                 tensor_queue.know_thread()
-            tensor_queue.last = (key, place, time.monotonic())
+            tensor_queue.last = (key, place, system.monotonic())
             if not agreed and not self._wait(at_once, index):
                 return key[1]
             self._sparing = 0

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import time
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, Generic, Literal, NamedTuple, TypeVar
@@ -23,6 +22,7 @@ from hvlike.collectives.requests.reduction import arithmetic_of, working_dtype
 from hvlike.collectives.requests.request import CallSite, RequestKey, RequestSpec, find_call_site
 from hvlike.errors import HorovodInternalError
 from hvlike.observe.recorder import Recorder
+from hvlike.system.system import system
 from hvlike.transport.loop.coroutine import Task
 
 MOST_KNOWN = 1024  # Kinds of calls, their memory and names that are remembered; with one more all are learned anew
@@ -91,7 +91,7 @@ class InlineCalls(Generic[P]):
         with self._queue.lock:
             self._away = away
         while self._busy:
-            time.sleep(_AWAY_SECONDS)
+            system.sleep(_AWAY_SECONDS)
 
     def _plan(self, arithmetic: Arithmetic, elements: int, number: int) -> P:
         """number: of the kind, the same on all ranks."""

@@ -11,7 +11,6 @@ The sums are those of negotiated calls, so the bits of a result do not depend on
 
 from __future__ import annotations
 
-import time
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -26,6 +25,7 @@ from hvlike.collectives.controller.inline_agreement import Agreement, Offer
 from hvlike.collectives.controller.inline_calls import KIND, MOST_KNOWN, STEPS, InlineCalls
 from hvlike.collectives.requests.reduction import Average
 from hvlike.errors import HorovodInternalError
+from hvlike.system.system import system
 from hvlike.transport.fabric import Fabric
 from hvlike.transport.loop.coroutine import Coroutine, Task, Wait
 from hvlike.transport.memory.dtypes import Array, bytes_at
@@ -104,7 +104,7 @@ class InlineMessages(InlineCalls[_Plan]):
         try:
             if not tensor_queue.here.is_known:
                 tensor_queue.know_thread()
-            tensor_queue.last = (key, place, time.monotonic())
+            tensor_queue.last = (key, place, system.monotonic())
             piece = self._pieces.get((address, plan.number)) or self._piece(address, plan)
             if not self._agree(index, (index, plan.number, code, 0), plan, piece, tensor, key[1]):
                 self._refused(index)

@@ -14,6 +14,7 @@ from typing import Protocol
 
 from hvlike.collectives.controller.tensor_queue import AutomaticNames
 from hvlike.errors import UsageError
+from hvlike.system.system import system
 
 _OURS = "hvlike-"  # Threads that run calls of other ranks: the callers' order counts there
 
@@ -37,7 +38,7 @@ class OwnerNames(AutomaticNames):
     def __init__(self) -> None:
         super().__init__()
         self._claims: dict[str, list[_Claim]] = {}
-        self._guard = threading.Lock()
+        self._guard = system.Lock()
 
     def announce(self, kind: str, owner: Owner) -> None:
         """It was made in this thread and will be numbered among its kind."""

@@ -6,12 +6,12 @@ Negotiated and inline operations are numbered in one order here, by any thread.
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Iterable, Mapping, MutableSequence, Sequence
 from typing import Protocol
 
 from hvlike.collectives.requests.request import CallSite, Request, RequestKey
 from hvlike.errors import DuplicateNameError, HorovodInternalError
+from hvlike.system.system import system
 
 
 class Watcher(Protocol):
@@ -27,7 +27,7 @@ class Watcher(Protocol):
 class AutomaticNames:
     def __init__(self) -> None:
         self._counts: dict[str, int] = {}
-        self._lock = threading.Lock()
+        self._lock = system.Lock()
 
     def next(self, kind: str) -> str:
         """A name for the next unnamed operation of this kind; the same on ranks that issue the same operations."""
@@ -61,7 +61,7 @@ class TensorQueue:
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
-        self.lock = threading.Lock()
+        self.lock = system.Lock()
         self.entered = 0  # Things asked for: the same on all ranks where each asks for the same in one order
         # Where other ranks look at that number: a word for it, and the bells of those that may sleep over it.
         self.board: tuple[MutableSequence[int] | memoryview, Sequence[Watcher]] | None = None
@@ -108,7 +108,7 @@ class TensorQueue:
     def notice(self, key: RequestKey, place: CallSite) -> None:
         """An operation begins that goes without the coordinator: reports and the search for deadlocks know of it."""
         self.know_thread()
-        self.last = (key, place, time.monotonic())
+        self.last = (key, place, system.monotonic())
 
     def begin_epoch(self, decided: Iterable[RequestKey] = ()) -> None:
         """All go on from here alike: what this rank alone has asked for counts on, `decided` no longer does."""

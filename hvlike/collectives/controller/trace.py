@@ -10,7 +10,6 @@ An arrow leads from the call of the rank that asked last to the operation on the
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -23,6 +22,7 @@ from hvlike.backends.op_queue import Job, OpQueue
 from hvlike.collectives.requests.message_table import Response
 from hvlike.collectives.requests.request import Request, RequestKey, RequestSpec
 from hvlike.observe.recorder import Recorder
+from hvlike.system.system import system
 from hvlike.transport.loop.coroutine import Coroutine
 from hvlike.transport.world import Group
 
@@ -174,7 +174,7 @@ class Trace:
 @contextmanager
 def exposed_wait(queue: OpQueue, name: str, step: int) -> Iterator[None]:
     """Around what a caller waits for in a planned reduction: communication that nothing hides, in the figures too."""
-    began, recorder, row = time.monotonic(), queue.recorder, None
+    began, recorder, row = system.monotonic(), queue.recorder, None
     if recorder.on:
         row = recorder.row(f"step of {name}")
         recorder.begin(row, "WAIT", {"step": step, "process_set": queue.group.number})
@@ -183,7 +183,7 @@ def exposed_wait(queue: OpQueue, name: str, step: int) -> Iterator[None]:
     finally:
         if row is not None:
             recorder.end(row)
-        queue.counters.waited(name, time.monotonic() - began)
+        queue.counters.waited(name, system.monotonic() - began)
 
 
 def recorded(

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import logging
 import sys
-import threading
 from collections.abc import Callable
 from typing import Any, TypeAlias
 from weakref import WeakMethod
 
 from hvlike.collectives.requests.plan import Options, find_difference
 from hvlike.observe.looking import only_looks
+from hvlike.system.system import system
 from hvlike.transport.world import Group
 
 logger = logging.getLogger("hvlike")
@@ -45,7 +45,7 @@ class OptionWatch:
         self._looks: dict[int, Options] = {}  # By step, the last few
         self._early: dict[int, Options] = {}  # Of the rank before this one, which is further on
         self._told: set[str] = set()
-        self._lock = threading.Lock()
+        self._lock = system.Lock()
 
     def read(self, *, at_end: bool = False) -> Options:
         return _read(self._read, at_end)

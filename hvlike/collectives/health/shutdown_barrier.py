@@ -8,13 +8,13 @@ Ranks that have left sleep; from time to time rank 0 reports where the others ar
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Collection
 from typing import Any
 
 from hvlike.collectives.health.stall_inspector import ANSWER_SECONDS, StallLimits, StatusQuery, answer_of
 from hvlike.collectives.requests.message_table import name_ranks
 from hvlike.errors import HorovodInternalError, PeerLeftError, ShutdownError, StalledError
+from hvlike.system.system import system
 from hvlike.transport.fabric import Fabric
 from hvlike.transport.loop.coroutine import Coroutine, Wait
 from hvlike.transport.messages.traffic import Topic
@@ -28,21 +28,21 @@ class MissingRanksReport:
     def __init__(self, limits: StallLimits, query: StatusQuery) -> None:
         self._limits = limits
         self._query = query
-        self._began = time.monotonic()
+        self._began = system.monotonic()
         self._next = self._began + (limits.shortest or 0.0)
 
     @property
     def is_due(self) -> bool:
-        return self._limits.shortest is not None and time.monotonic() >= self._next
+        return self._limits.shortest is not None and system.monotonic() >= self._next
 
     def inspect(self, missing: Callable[[], Collection[int]]) -> Coroutine[StalledError | None]:
         """Ask who is missing, and report; the error once the wait is past its limit."""
         self._query.prepare(missing())
         self._query.send()
-        until = time.monotonic() + ANSWER_SECONDS
-        while time.monotonic() < until and not set(self._query.silent()).isdisjoint(missing()):
+        until = system.monotonic() + ANSWER_SECONDS
+        while system.monotonic() < until and not set(self._query.silent()).isdisjoint(missing()):
             yield Wait.NOTIFY
-        now = time.monotonic()
+        now = system.monotonic()
         self._next = now + (self._limits.shortest or 0.0)
         absent = sorted(missing())
         if not absent:
@@ -80,10 +80,10 @@ class ShutdownBarrier:
         """Say that this rank is done, and sleep until all are. Raises: StalledError past the limit."""
         loop = self._fabric.loop
         loop.post(lambda: self._tell(0, "left", reason), wake=False)
-        began = time.monotonic()
+        began = system.monotonic()
         while not loop.wait(self._is_over, self._limits.shortest):
             if self._world.rank != 0:
-                self._look_for_first_rank(time.monotonic() - began)
+                self._look_for_first_rank(system.monotonic() - began)
         if self._stalled is not None:
             raise self._stalled
 
@@ -140,8 +140,8 @@ class ShutdownBarrier:
         """On rank 0, while some have left and others have not."""
         report = MissingRanksReport(self._limits, self._query)
         while len(self._left) < self._world.size:
-            until = time.monotonic() + GRACE_SECONDS
-            while time.monotonic() < until:
+            until = system.monotonic() + GRACE_SECONDS
+            while system.monotonic() < until:
                 yield Wait.NOTIFY
             if len(self._left) < self._world.size and set(self._left) != self._told:
                 self._told = set(self._left)

@@ -10,7 +10,6 @@ PeerProbe        on a member that waits: asks the coordinator, the leader of its
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
@@ -21,6 +20,7 @@ from hvlike.collectives.requests.message_table import MessageTable, name_ranks
 from hvlike.collectives.requests.request import RequestKey
 from hvlike.errors import HorovodInternalError, StalledError
 from hvlike.observe.log import main_stack
+from hvlike.system.system import system
 from hvlike.transport.loop.loop import Loop
 
 logger = logging.getLogger("hvlike")
@@ -58,12 +58,12 @@ class StatusQuery:
         self._look = look
         self._ranks: frozenset[int] = frozenset()
         self._answers: dict[int, Answer] = {}
-        self.asked = -inf  # When the last question was asked, in seconds of time.monotonic()
+        self.asked = -inf  # When the last question was asked, in seconds of system.monotonic()
 
     def prepare(self, ranks: Iterable[int]) -> None:
         """A new question to these ranks; `send` asks it. Any thread."""
         self._ranks = frozenset(ranks)
-        self.asked = time.monotonic()
+        self.asked = system.monotonic()
 
     def send(self) -> None:
         for rank in self._ranks:
@@ -137,7 +137,7 @@ class StallInspector:
     _answers: dict[int, StatusReply] = field(default_factory=dict)
 
     def watch(self, table: MessageTable, waits: WaitForGraph) -> HorovodInternalError | None:
-        now = time.monotonic()
+        now = system.monotonic()
         shortest = self.limits.shortest
         if shortest is None:
             return None

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 import threading
-import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -33,6 +32,7 @@ from hvlike.collectives.persistent.bucket import Bucket, PlannedPart, ReductionS
 from hvlike.collectives.requests.plan import Proposal, describe_names, make_plan
 from hvlike.collectives.requests.reduction import arithmetic_of, row_by_row
 from hvlike.collectives.requests.request import CallSite, RequestKey
+from hvlike.system.system import system
 from hvlike.transport.fabric import PlanEpoch
 from hvlike.transport.loop.coroutine import Coroutine, Task
 
@@ -285,7 +285,7 @@ class CompiledStep:
         calls `after` at its end, None when nothing has begun because a tensor does not lie in memory as agreed.
         Raises: HorovodInternalError when a peer has left, or reduces something else. The queue is broken then.
         """
-        began = self._began = time.monotonic()
+        began = self._began = system.monotonic()
         picked = []
         for part in self._parts:
             mine = part.pick(tensors)
@@ -314,7 +314,7 @@ class CompiledStep:
         return isinstance(backend, HierarchicalBackend) and backend.slow
 
     def count(self) -> None:
-        counts, seconds = self._counts, time.monotonic() - self._began
+        counts, seconds = self._counts, system.monotonic() - self._began
         counts.steps += 1
         counts.seconds += seconds
         counts.last_seconds = seconds

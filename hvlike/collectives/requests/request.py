@@ -9,8 +9,6 @@ from __future__ import annotations
 import functools
 import itertools
 import sys
-import threading
-import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +21,7 @@ from hvlike.backends.cuda.runtime import Event
 from hvlike.backends.op_queue import Job
 from hvlike.collectives.requests.reduction import Reduction, check_reduction, is_dense
 from hvlike.errors import UnknownHandleError, UsageError, WaitTimeoutError, WrongTypeError
+from hvlike.system.system import system
 from hvlike.transport.memory.dtypes import dtype_name, element_of
 from hvlike.transport.memory.own_memory import check_memory, check_stand_in, has_memory, stand_in
 
@@ -73,7 +72,7 @@ class Handle:
         self._error: BaseException | None = None
         self._fence: Callable[[], None] | None = None
         self.waiter: Waiter | None = None  # Blocks until a condition holds, at most some seconds
-        self._lock = threading.Lock()
+        self._lock = system.Lock()
 
     def complete(self, result: Any, error: BaseException | None, fence: Callable[[], None] | None = None) -> None:
         """Record how the operation ended; the first call counts.
@@ -225,7 +224,7 @@ class Request:
     outputs: list[Any] = field(default_factory=list)  # What the job itself has made: gathered tensors, queues
     job: Callable[[Any], Job] | None = None  # Makes the job of a request that brings its own, from `Response.extra`
     place: CallSite | str = ""
-    time: float = field(default_factory=time.monotonic)
+    time: float = field(default_factory=system.monotonic)
     ready: Sequence[Event] = ()  # When the tensors of a device hold their values
     home: torch.device | None = None  # The device of this rank, for a request without tensors that opens a queue
 

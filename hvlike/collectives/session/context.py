@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import logging
 import os
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -30,6 +29,7 @@ from hvlike.errors import (
     UsageError,
     WrongTypeError,
 )
+from hvlike.system.system import system
 from hvlike.transport.fabric import Fabric
 from hvlike.transport.failure.exit_status import keep_record
 from hvlike.transport.failure.fault_tolerance import Job, as_error
@@ -213,7 +213,7 @@ class Context:
     def _watch(self) -> None:
         for set_state in self.registry.set_states.values():
             set_state.controller.watch()
-        self.registry.watch_devices(time.monotonic())
+        self.registry.watch_devices(system.monotonic())
         lost = sorted({*self._liveness.lost(), *self.world.lost()} - set(self.lost))
         if lost:
             self._lose({rank: PeerLeftError(self._describe_lost(rank)) for rank in lost})
@@ -294,8 +294,8 @@ class Context:
 
     def _abandon(self, set_state: ProcessSetState, errors: dict[int, HorovodInternalError]) -> Coroutine[None]:
         """Fail what runs, and what comes, in a set that a rank has left; first take what it has still sent."""
-        until = time.monotonic() + _LEFT_BEHIND_SECONDS
-        while time.monotonic() < until:
+        until = system.monotonic() + _LEFT_BEHIND_SECONDS
+        while system.monotonic() < until:
             yield Wait.NOTIFY
         for queue in set_state.queues.all():
             queue.fail(queue.peer_left or next(iter(errors.values())))

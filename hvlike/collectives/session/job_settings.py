@@ -11,11 +11,11 @@ from hvlike.config import DYNAMIC, Config, differing, read_config, unknown_varia
 from hvlike.errors import UsageError
 from hvlike.observe.log import set_up_log
 from hvlike.observe.recorder import check_writable, path_of_restart
+from hvlike.system.system import system
 from hvlike.transport.fabric import Fabric
 from hvlike.transport.failure.fault_tolerance import is_enabled
 from hvlike.transport.host import launchers
 from hvlike.transport.host.launchers import Launcher
-from hvlike.transport.host.topology import available_cores
 from hvlike.transport.memory.malloc import keep_memory
 from hvlike.transport.world import World
 
@@ -66,7 +66,7 @@ class JobSettings:
                 f"HVLIKE_THREAD_AFFINITY={','.join(map(str, cores))} names {len(cores)} cores, but {world.host} has "
                 f"{world.local_size} ranks: name one for each."
             )
-        core, allowed = cores[world.local_rank], sorted(available_cores())
+        core, allowed = cores[world.local_rank], sorted(system.cores())
         if core not in allowed:
             return f"HVLIKE_THREAD_AFFINITY names core {core} for {world}, which may run on {allowed}."
         return ""

@@ -1,8 +1,7 @@
-"""What takes part in planned operations for a rank that has joined, and the Join contexts of a process set.
+"""What takes part in planned operations for a rank that has joined.
 
 JoinedProxy     runs the steps of one plan with neutral contributions, until a step has no active rank
 JoinedProxies   those of one process set
-JoinContexts    which Join context this rank is in, and that another rank has left it by an exception
 """
 
 from __future__ import annotations
@@ -27,11 +26,11 @@ from hvlike.collectives.controller.controller import OPTIONS, Controller
 from hvlike.collectives.health.option_watch import OptionWatch, ReadOptions
 from hvlike.collectives.health.wait_for_graph import STEP
 from hvlike.collectives.persistent.schedule import Schedule
-from hvlike.collectives.requests.join_protocol import PLANNED_KINDS, JoinFailure, LeaveEnd, neutral_tensors
+from hvlike.collectives.requests.join_protocol import PLANNED_KINDS, neutral_tensors
 from hvlike.collectives.requests.message_table import Response
 from hvlike.collectives.requests.request import CallSite, Request, RequestSpec
-from hvlike.errors import HorovodInternalError, JoinError, ShutdownError, UsageError
-from hvlike.transport.fabric import PlanEpoch
+from hvlike.errors import ShutdownError, UsageError
+from hvlike.system.system import system
 from hvlike.transport.loop.coroutine import Coroutine, Task
 
 if TYPE_CHECKING:
@@ -147,7 +146,7 @@ class PersistentOperation(ABC):
         self.served = 0  # Steps that have ended since the last agreement: the same on every rank after a step
         self._set_state: ProcessSetState | None = None
         self._release: weakref.finalize[Any, Any] | None = None
-        self._lock = threading.Lock()
+        self._lock = system.Lock()
         self._step = 0
         self._unfinished = 0
         self._options: OptionWatch | None = None
@@ -287,8 +286,9 @@ class JoinedProxies:
             if busy:
                 raise UsageError(
                     f"{call} between backward and step: {each.name!r} is being reduced. Call optimizer.step() or "
-                    "optimizer.synchronize() first. If another thread trains: let it end, a thread that joins speaks "
-                    "for the whole rank."
+                    "optimizer.synchronize() first; a DistributedDataParallel whose backward pass has raised completes "
+                    "it in its next forward. If another thread trains: let it end, a thread that joins speaks for the "
+                    "whole rank."
                 )
 
     def spare_queues(self) -> frozenset[int]:
@@ -375,76 +375,3 @@ class JoinedProxies:
         own = next((each for each in list(self.planned) if each.name == request.name), None)
         proxy = own.adopt(queue, agreed) if own else PlanProxy(Schedule(agreed, queue, agreed.portable))
         self._add(request.name, proxy)
-
-
-class JoinContexts:
-    def __init__(
-        self,
-        proxies: JoinedProxies,
-        controller: Controller,
-        perform: Callable[[Callable[[], None]], None],
-        epoch: PlanEpoch,
-    ) -> None:
-        """perform: has something done in the loop. epoch: the guard of compiled plans."""
-        self._epoch = epoch
-        self.inside = False
-        self._entered = 0
-        self._number = 0  # Of the last context that has begun in the loop
-        self._proxies = proxies
-        self._controller = controller
-        self._perform = perform
-        self._failure: JoinFailure | None = None
-        self._early: dict[int, JoinFailure] = {}
-        controller.on_failure = self._hear
-
-    @property
-    def failed(self) -> bool:
-        """Another rank has left the context with an exception, and this one has not left it yet."""
-        return self._failure is not None
-
-    def check(self) -> None:
-        if self._failure is not None:
-            raise JoinError(str(self._failure.error))
-
-    def check_step(self, name: str, step: int, fail: Callable[[HorovodInternalError], None]) -> None:
-        """Let a step, once entered, fail in the loop, if that rank takes no part in it: all have made the same then."""
-        failure = self._failure
-        if failure is not None and failure.misses(name, step):
-            error = failure.error
-            self._perform(lambda: fail(error))
-
-    def enter(self) -> int:
-        """Return the number of the context that begins. Raises: UsageError inside another one of this process set."""
-        if self.inside:
-            raise UsageError(
-                "This rank is in a Join context of the same process set already. List all joinables in one context, or "
-                "leave the first one before."
-            )
-        self.inside = True
-        self._entered += 1
-        return self._entered
-
-    def begin(self, number: int) -> None:
-        """The context of this number has begun; in the loop."""
-        self._number = number
-        early = self._early.pop(number, None)
-        if early is not None:
-            self._fail(early)
-
-    def end(self, end: LeaveEnd | None) -> None:
-        """All ranks have left the context (None: that can no longer be); in the loop."""
-        self.inside = False
-        self._failure = None
-        if end is None or end.failed:
-            self._proxies.reset(() if end is None else end.spare_queues)
-
-    def _hear(self, number: int, failure: JoinFailure) -> None:
-        if number > self._number:
-            self._early[number] = failure
-        elif number == self._number and self.inside:
-            self._fail(failure)
-
-    def _fail(self, failure: JoinFailure) -> None:
-        self._failure = failure
-        self._epoch.advance()
-        self._controller.stop_steps(failure)

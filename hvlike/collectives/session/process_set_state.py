@@ -21,7 +21,8 @@ from hvlike.collectives.controller.trace import Trace
 from hvlike.collectives.health.stall_inspector import StallLimits
 from hvlike.collectives.requests.message_table import name_ranks
 from hvlike.collectives.requests.process_set import FIRST_PRIVATE_SET, ProcessSet, global_process_set
-from hvlike.collectives.session.joined_proxy import JoinContexts, JoinedProxies
+from hvlike.collectives.session.join_contexts import JoinContexts
+from hvlike.collectives.session.joined_proxy import JoinedProxies
 from hvlike.config import Config
 from hvlike.errors import HorovodInternalError, ShutdownError, UsageError, WrongTypeError
 from hvlike.transport.fabric import Fabric
@@ -204,7 +205,7 @@ class Registry:
             process_set.removed()
 
     def watch_devices(self, now: float) -> None:
-        """Check all devices, and tell the others of a failure; a few times a second. now: time.monotonic()."""
+        """Check all devices, and tell the others of a failure; a few times a second. now: system.monotonic()."""
         for number, set_state in self.set_states.items():
             for queue in set_state.queues.all():
                 error = queue.watch(now)

@@ -8,8 +8,6 @@ old sessions are dropped.
 from __future__ import annotations
 
 import math
-import threading
-import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -41,6 +39,7 @@ from hvlike.rpc.wire.message import (
     WorkerInfo,
     describe_error,
 )
+from hvlike.system.system import system
 from hvlike.transport.fabric import Fabric
 from hvlike.transport.messages.traffic import Topic
 
@@ -58,7 +57,7 @@ class Call:
     kind: int
     timeout: float  # Seconds; 0: none
     then: Callable[[Call], None] | None  # Runs in a pool thread when the call has ended
-    deadline: float = math.inf  # In seconds of time.monotonic(), once it was sent
+    deadline: float = math.inf  # In seconds of system.monotonic(), once it was sent
     done: bool = False
     reply: Packed | None = None  # The result, if the function returned
     failure: Any = None  # The Description of the exception, if the function raised
@@ -116,7 +115,7 @@ class Agent:
         self.vanished: set[int] = set()  # Those of them that have not left by themselves
         self.told: set[int] = set()  # Those whose loss this worker's program has met
         self._ended: str | None = None
-        self._lock = threading.Lock()
+        self._lock = system.Lock()
         self._works = 0
         self.pending = PendingCalls()
         self.open: dict[tuple[int, int], Request] = {}  # Requests not yet answered, by caller and number
@@ -277,7 +276,7 @@ class Agent:
         self.received[source] += 1
         if what == REQUEST:
             number, body, kind, *note = rest
-            request = Request(source, number, kind, Packed(body, storages, *note), time.monotonic(), self._respond)
+            request = Request(source, number, kind, Packed(body, storages, *note), system.monotonic(), self._respond)
             self.open[source, number] = request
             handler, in_loop = self._handlers[kind]
             if in_loop:
@@ -313,7 +312,7 @@ class Agent:
                 self._finish(call, RpcError(self._ended) if self._ended else self._lost_error(rank))
             return
         if call.timeout:
-            call.deadline = time.monotonic() + call.timeout
+            call.deadline = system.monotonic() + call.timeout
             self._loop.due_at(call.deadline)
         self._send_packed(rank, REQUEST, number, call.kind, packed)
 

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, cast
 
@@ -24,6 +23,7 @@ import torch
 
 from hvlike.errors import RpcError, WorkerLostError
 from hvlike.rpc.wire.devices import DeviceMaps
+from hvlike.system.system import system
 from hvlike.untraced import untraced
 
 logger = logging.getLogger("hvlike")
@@ -126,7 +126,7 @@ def collect_all(futures: Sequence[torch.futures.Future[Any]]) -> torch.futures.F
     Source: torch.futures.collect_all, which init_rpc replaces by this.
     """
     collected: Any = torch._C.Future([])
-    lock, missing = threading.Lock(), len(futures)
+    lock, missing = system.Lock(), len(futures)
 
     def ended(future: Any) -> None:
         nonlocal missing

@@ -10,8 +10,6 @@ the RRefs among the arguments are confirmed, then RUN, and for a function that a
 
 from __future__ import annotations
 
-import threading
-import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -25,6 +23,7 @@ from hvlike.observe.recorder import Recorder
 from hvlike.rpc.agent.agent import Agent
 from hvlike.rpc.agent.futures import Promise, async_execution, is_async
 from hvlike.rpc.wire.message import Description, Packed, Request, describe_subject, function_name
+from hvlike.system.system import system
 
 _autograd: Any = torch.autograd
 
@@ -32,7 +31,7 @@ _autograd: Any = torch.autograd
 class TimelineRow:
     """A row "<title> <number>" of this worker's timeline, the first free one: for things that overlap."""
 
-    _lock = threading.Lock()
+    _lock = system.Lock()
     _used: ClassVar[dict[str, set[int]]] = {}
 
     def __init__(self, recorder: Recorder, title: str) -> None:
@@ -121,7 +120,7 @@ def recorded_request(agent: Agent, request: Request, func: Any) -> Any:
     if row is not None:
         size = _bytes_of(request.packed)
         arguments = {"function": name, "caller": caller.name, "rank": caller.id, "bytes": size}
-        row.begin("QUEUE", arguments, agent.fabric.recorder.now - int(1e9 * (time.monotonic() - request.came)))
+        row.begin("QUEUE", arguments, agent.fabric.recorder.now - int(1e9 * (system.monotonic() - request.came)))
         request.respond = partial(_record_end, row, request.respond)
 
     def run(*args: Any, **kwargs: Any) -> Any:

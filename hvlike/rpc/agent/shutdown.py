@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hvlike.errors import WorkerLostError
 from hvlike.rpc.wire.message import IDLE_REPORT, LEAVING, STATUS, STATUS_QUERY, WAVE_RESULT, describe_subject
+from hvlike.system.system import system
 from hvlike.transport.loop.coroutine import Coroutine, Wait
 from hvlike.transport.messages.traffic import Topic
 
@@ -36,7 +35,7 @@ class WorkerStatus:
 
 
 def worker_status(agent: Agent) -> WorkerStatus:
-    now = time.monotonic()
+    now = system.monotonic()
     requests = sorted(agent.open.values(), key=lambda request: request.came)
     return WorkerStatus(
         has_begun=agent.shutdown.begun,
@@ -208,7 +207,7 @@ class SessionShutdown:
         self._agent = agent
         self._termination = Termination(agent, self._tell, self._later)
         self.begun = False  # True while this worker's program is in a graceful shutdown
-        self._woken = threading.Event()
+        self._woken = system.Event()
         self._is_over = False
         self._asked_by: set[int] = set()
         self._statuses: dict[int, WorkerStatus] = {}
@@ -308,6 +307,6 @@ class SessionShutdown:
 
 
 def _pause(seconds: float) -> Coroutine[None]:
-    until = time.monotonic() + seconds
-    while time.monotonic() < until:
+    until = system.monotonic() + seconds
+    while system.monotonic() < until:
         yield Wait.POLL

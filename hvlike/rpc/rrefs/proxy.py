@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -14,6 +13,7 @@ from hvlike.rpc.agent.calls import rpc_async, rpc_sync, time_limit
 from hvlike.rpc.agent.futures import Promise, async_execution, is_async
 from hvlike.rpc.rrefs.lifetime import OwnedValue
 from hvlike.rpc.wire.autograd_hooks import NO_CONTEXT, autograd_hooks, bind_caller
+from hvlike.system.system import system
 
 if TYPE_CHECKING:
     from hvlike.rpc.rrefs.rref import RRef
@@ -41,10 +41,10 @@ class Proxy:
 
 def _invoke(rref: RRef[Any], start: Callable[..., Any], timeout: float, name: str, *args: Any, **kwargs: Any) -> Any:
     limit = time_limit(rref.session.agent, timeout)
-    began = time.monotonic()
+    began = system.monotonic()
 
     def call(cls: type) -> Any:
-        left = max(limit - (time.monotonic() - began), _SHORTEST_SECONDS) if limit else 0.0
+        left = max(limit - (system.monotonic() - began), _SHORTEST_SECONDS) if limit else 0.0
         return start(rref.owner(), _function_for(cls, name), (rref, name, args, kwargs), timeout=left)
 
     found = find_type(rref, limit)

@@ -12,7 +12,6 @@ it twice, because the garbage collector may run a user's finalizer anywhere.
 from __future__ import annotations
 
 import struct
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -35,6 +34,7 @@ from hvlike.rpc.rrefs.lifetime import (
 from hvlike.rpc.wire.autograd_hooks import autograd_hooks
 from hvlike.rpc.wire.message import FETCH, REMOTE, Packed, Request, describe_error, function_name
 from hvlike.rpc.wire.pickler import Incoming, discard, unpack
+from hvlike.system.system import system
 
 R = TypeVar("R")
 
@@ -72,7 +72,7 @@ class RRefSession:
         self.rank = agent.rank
         self.lifetime = Lifetime(agent.rank)
         self.is_over = False  # True from shutdown on: RRefs of this session cannot be used any more
-        self._lock = threading.RLock()
+        self._lock = system.RLock()
         for kind in (REGISTER, REGISTERED, ACCEPTED, DELETE, DROPPED):
             agent.hear(kind, partial(self._hear, kind))
         agent.when_confirmed = self.when_confirmed
@@ -125,7 +125,7 @@ class RRefSession:
         """Block until the entry is settled; False if the time was over before."""
         if entry.settled:
             return True
-        settled = threading.Event()
+        settled = system.Event()
         self.when_settled(entry, settled.set)
         return settled.wait(seconds)
 

@@ -193,7 +193,7 @@ class Request:
     number: int  # The caller's number of this call
     kind: int
     packed: Packed
-    came: float  # When it arrived, in seconds of time.monotonic()
+    came: float  # When it arrived, in seconds of system.monotonic()
     respond: Callable[[Request, Packed | BaseException | Description], None]
     about: object = ""  # The requested function, once it is known, or words; for reports (see describe_subject)
     # True if the handler answers last: its thread sends the reply when it drives the loop again, and is there for the

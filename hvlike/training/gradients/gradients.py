@@ -5,7 +5,6 @@ IDLE -> ACCUMULATING -> REDUCING -> SYNCHRONIZED -> IDLE      (drawn in full in 
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import repeat
@@ -19,6 +18,7 @@ from hvlike.backends.arithmetic.reduce_op import ReduceOp
 from hvlike.collectives.api.objects import broadcast_object
 from hvlike.collectives.session.context import Context, current
 from hvlike.errors import UsageError
+from hvlike.system.system import system
 from hvlike.training.gradients import usage_errors
 from hvlike.training.gradients.grad_state import GradState, Phase, are_those, gradient_of, note_reduced, reset
 from hvlike.training.gradients.parameters import Comparison, check_passes
@@ -57,7 +57,7 @@ class Gradients(ReducedParameters):
         self._waiting: list[GradState] = []
         self._collects = False  # While gradients are reduced: an arrival only has to be noted
         self.comparison = Comparison(optimizer)
-        self._lock = threading.Lock()
+        self._lock = system.Lock()
         self.refresh()
         reset(self._slots)
         # The first pass looks once more: programs may add hooks after they have wrapped.

@@ -11,7 +11,6 @@ where gradients are reduced. A rank that has gone on nevertheless answers so.
 
 from __future__ import annotations
 
-import threading
 from abc import abstractmethod
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -27,6 +26,7 @@ from hvlike.collectives.api.objects import broadcast_object, describe_error
 from hvlike.collectives.requests.process_set import ProcessSet, global_process_set
 from hvlike.collectives.session.context import Context, current
 from hvlike.errors import StateError, UsageError
+from hvlike.system.system import system
 from hvlike.training.broadcast import pack, unpack
 from hvlike.training.elastic.copies import copy_into
 from hvlike.training.gradients.parameters import copy_options
@@ -133,7 +133,7 @@ class StateLock:
 
     def __init__(self) -> None:
         self.under_way = False
-        self._lock = threading.Lock()
+        self._lock = system.Lock()
 
     @contextmanager
     def change(self) -> Iterator[None]:

@@ -23,11 +23,11 @@ import math
 import os
 import random
 import signal
-import time
 from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 from hvlike.errors import HorovodInternalError, PeerLeftError
+from hvlike.system.system import system
 from hvlike.transport.failure import fault_tolerance, watchdog
 from hvlike.transport.failure.guard import Guard
 from hvlike.transport.messages.traffic import Topic
@@ -115,7 +115,7 @@ class Heartbeat:
         self._channel, self._nodes, self._limit = fabric.channel, world.nodes, limit
         self._guard, self._lose = guard, lose
         own = next(number for number, node in enumerate(world.nodes) if world.rank in node)
-        self._hearing = Hearing(len(world.nodes), own, limit, time.monotonic())
+        self._hearing = Hearing(len(world.nodes), own, limit, system.monotonic())
         self._others = [number for number in range(len(world.nodes)) if number != own]
         # What the user draws from the global generator stays what it was.
         self._random = random.Random(world.rank)
@@ -127,7 +127,7 @@ class Heartbeat:
         self._channel.listen(Topic.HEARTBEAT, self._hear)
 
     def tick(self) -> None:
-        now = time.monotonic()
+        now = system.monotonic()
         if now >= self._next:
             self._next = now + self._limit / BEATS
             if self._neighbour is not None:

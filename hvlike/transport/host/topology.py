@@ -48,10 +48,6 @@ def describe_topology(node_ids: Sequence[Hashable], rank: int) -> Topology:
     return Topology(nodes, local_rank, len(home), cross.index(rank), len(cross), homogeneous)
 
 
-def available_cores() -> frozenset[int]:
-    return frozenset(os.sched_getaffinity(0))
-
-
 def machine_id() -> str:
     """What the containers of a machine have in common: a number that its kernel drew at its start; empty if unknown."""
     try:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import math
 import os
 import threading
-import time
 from collections import deque
 from collections.abc import Callable
 from functools import partial
@@ -22,6 +21,7 @@ from threading import get_ident
 from typing import Any, TypeVar
 
 from hvlike.errors import ShutdownError, StateError
+from hvlike.system.system import system
 from hvlike.transport.loop.coroutine import Coroutine, Task, Wait, explain
 from hvlike.transport.loop.socket_events import SocketEvents
 from hvlike.transport.loop.spin import (
@@ -60,8 +60,8 @@ class Loop:
         self._sources: list[Callable[[bool], Wait]] = []
         self._unfinished: list[Callable[[], bool]] = []
         self._tasks: list[Task[Any]] = []
-        self._lock = threading.Lock()
-        self._changed = threading.Condition()
+        self._lock = system.Lock()
+        self._changed = system.Condition()
         self._waiters = self._driver = 0
         self._in_background = False
         self._missed_ring = False
@@ -131,13 +131,13 @@ class Loop:
         try:
             self._enter()
             until = last = 0.0
-            turn = time.monotonic() + TURN_SECONDS
+            turn = system.monotonic() + TURN_SECONDS
             for wait in coroutine:
-                now = time.monotonic()
+                now = system.monotonic()
                 if now >= turn:
                     self._advance(self._bell.rung())
                     # What the rest of the loop has done is no check that was held up.
-                    last = now = time.monotonic()
+                    last = now = system.monotonic()
                     turn = now + TURN_SECONDS
                 if wait is Wait.AGAIN:
                     until = 0.0
@@ -151,7 +151,7 @@ class Loop:
                         policy.held_up(now, now - last)
                     if policy.crowded:
                         # The rank that is waited for may need this core.
-                        os.sched_yield()
+                        system.yield_core()
                 last = now
         finally:
             self._leave()
@@ -181,11 +181,11 @@ class Loop:
                 "hvlike was called from inside its own progress loop (a finaliser or signal handler that ran there): "
                 "only start operations from such a place, never wait for them"
             )
-        deadline = None if seconds is None else time.monotonic() + seconds
+        deadline = None if seconds is None else system.monotonic() + seconds
         while not done():
             if self._failure is not None:
                 raise self._failure
-            if deadline is not None and time.monotonic() >= deadline:
+            if deadline is not None and system.monotonic() >= deadline:
                 return False
             if self._lock.acquire(blocking=False):
                 self._drive(done, deadline, self._policy.checks)
@@ -254,7 +254,7 @@ class Loop:
         """Another thread drives: wait until the task is done or the lock may be free."""
         seconds = self._policy.tick_seconds
         if deadline is not None:
-            seconds = min(seconds, max(0.0, deadline - time.monotonic()))
+            seconds = min(seconds, max(0.0, deadline - system.monotonic()))
         with self._changed:
             self._waiters += 1
             try:
@@ -273,12 +273,12 @@ class Loop:
             self._bell.ring()
         poll = SHORTEST_POLL_SECONDS
         while not (self._closing or called()):
-            rest = min(self._policy.tick_seconds, max(0.0, self._due - time.monotonic()))
+            rest = min(self._policy.tick_seconds, max(0.0, self._due - system.monotonic()))
             rung = self._bell.sleep_idle(min(poll, rest) if self._remote else rest)
             poll = SHORTEST_POLL_SECONDS if rung else min(2 * poll, LONGEST_IDLE_POLL_SECONDS)
             if rung and not hot and not called():
                 # The main thread may be about to wait: it would find the lock taken and lose more than this.
-                time.sleep(PICK_UP_SECONDS)
+                system.sleep(PICK_UP_SECONDS)
             if not called() and not self._drive_in_background(called, 0.0) and rung:
                 # The driver, which perhaps only sends something, has not heard this ring.
                 self._bell.ring()
@@ -286,7 +286,7 @@ class Loop:
 
     def _share_due_time(self) -> None:
         """Wake a background thread where something is due before its sleep ends."""
-        if self._due < time.monotonic() + self._policy.tick_seconds and not self._closing:
+        if self._due < system.monotonic() + self._policy.tick_seconds and not self._closing:
             self._bell.ring_idle()
 
     def _drive_in_background(self, called: Callable[[], bool], linger: float) -> bool:
@@ -300,8 +300,8 @@ class Loop:
             if self._closing or self._waiters > 0 or called() or self._failure is not None:
                 return True
             if not self._tasks and not self._inbox and self._wait is Wait.NOTIFY:
-                return not linger or time.monotonic() >= until
-            until = time.monotonic() + linger
+                return not linger or system.monotonic() >= until
+            until = system.monotonic() + linger
             return False
 
         try:
@@ -365,7 +365,7 @@ class Loop:
                     continue
                 if self._failure is not None:
                     return
-                now = time.monotonic()
+                now = system.monotonic()
                 unnotified = self._remote or wait is Wait.POLL
                 serves = self.thread_pool.limit > 0
                 if not spin.count:
@@ -376,7 +376,7 @@ class Loop:
                 if spin.goes_on(now, unnotified=unnotified):
                     if policy.crowded or serves or spin.count > checks:
                         # The awaited rank may need this core: the system wakes it where the ring came from.
-                        os.sched_yield()
+                        system.yield_core()
                     rung = bell.rung_politely() if background else bell.rung()
                     continue
                 rung = self._sleep(done, deadline, poll)
@@ -395,7 +395,7 @@ class Loop:
             if done():
                 return False
             seconds = poll if self._wait is Wait.POLL or self._remote else self._policy.tick_seconds
-            left = max(0.0, min(self._due, math.inf if deadline is None else deadline) - time.monotonic())
+            left = max(0.0, min(self._due, math.inf if deadline is None else deadline) - system.monotonic())
             if sockets is None:
                 return self._bell.sleep(min(seconds, left)) or self._remote
             return sockets.sleep(min(LONGEST_POLL_SECONDS, left))
@@ -412,7 +412,7 @@ class Loop:
             wait = max(wait, source(rung))
         for task in tuple(self._tasks):
             wait = max(wait, self._step(task))
-        now = time.monotonic()
+        now = system.monotonic()
         if self._next_tick <= now:
             self._next_tick = now + self._policy.tick_seconds
             self._tick()

@@ -22,8 +22,9 @@ import secrets
 import select
 import socket
 import sys
-import time
 from collections.abc import Callable
+
+from hvlike.system.system import system
 
 RESCAN_SECONDS = 0.1  # MPI connects to a peer with the first message
 # Where struct sockaddr_in and sockaddr_in6 have the address, by family.
@@ -90,7 +91,7 @@ class SocketEvents:
                 else:
                     self._epoll.unregister(int(name))
         self._epoll.poll(0)
-        self._next_scan = time.monotonic() + RESCAN_SECONDS
+        self._next_scan = system.monotonic() + RESCAN_SECONDS
 
     def check_carry(self) -> None:
         """Messages of other nodes have come since `scan`: see whether sockets have told of them."""
@@ -102,7 +103,7 @@ class SocketEvents:
         worth a look, even after a sleep to the end, as a connection may be new.
         """
         events = self._epoll.poll(seconds)
-        if not events and time.monotonic() > self._next_scan:
+        if not events and system.monotonic() > self._next_scan:
             self.scan()
         if any(file == self._rings.fileno() for file, _ in events):
             with contextlib.suppress(BlockingIOError):

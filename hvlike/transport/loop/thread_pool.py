@@ -8,10 +8,11 @@ be woken for it. Before it does, it makes sure that another thread listens. With
 from __future__ import annotations
 
 import threading
-import time
 from collections import deque
 from collections.abc import Callable
 from functools import partial
+
+from hvlike.system.system import system
 
 WorkItem = Callable[[], None]
 Listen = Callable[[Callable[[], bool], bool], None]
@@ -31,7 +32,7 @@ class ThreadPool:
         """Start the first thread. summon: wakes a listening thread; may be called anywhere."""
         self._listen = listen
         self._summon = summon
-        self._lock = threading.Lock()
+        self._lock = system.Lock()
         self._items: deque[WorkItem] = deque()
         self._limited: deque[WorkItem] = deque()
         self.limit = 0  # How many limited work items may run at a time; 0 while this rank serves no requests
@@ -93,7 +94,7 @@ class ThreadPool:
         """One more thread, which counts as one that listens; with the lock held."""
         self._listening += 1
         number = len(self._threads)
-        thread = threading.Thread(target=self._serve, name=f"hvlike-loop-{number}" if number else "hvlike-loop")
+        thread = system.Thread(target=self._serve, name=f"hvlike-loop-{number}" if number else "hvlike-loop")
         thread.daemon = True
         self._threads.append(thread)
         thread.start()
@@ -108,7 +109,7 @@ class ThreadPool:
                     del item
                     with self._lock:
                         self._listening += 1
-                        self._ended = time.monotonic()
+                        self._ended = system.monotonic()
             elif self._leave():
                 return
             # Beside a running item a look would only take the interpreter away from it.
@@ -124,7 +125,7 @@ class ThreadPool:
                 self.running += 1
             else:
                 return None
-            self._hot = time.monotonic() - self._ended < _HOT_SECONDS
+            self._hot = system.monotonic() - self._ended < _HOT_SECONDS
             self._listening -= 1
             if self._listening == 0 and not self._closing:
                 self._grow()

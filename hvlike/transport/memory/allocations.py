@@ -19,8 +19,8 @@ from typing import Any
 
 import numpy as np
 
+from hvlike.system.mapped_memory import Segment
 from hvlike.transport.memory.dtypes import Array
-from hvlike.transport.memory.segment import Segment
 
 _POPULATE_WRITE = 23  # Linux 5.14: get the pages now, with an error where a later write would be a SIGBUS
 

@@ -16,12 +16,12 @@ from __future__ import annotations
 
 import math
 import os
-import time
 from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 
+from hvlike.system.system import system
 from hvlike.transport.loop.coroutine import Coroutine, Wait
 from hvlike.transport.memory import process_memory
 from hvlike.transport.memory.doorbell import Doorbell, Fence
@@ -204,9 +204,9 @@ class DirectCopies:
         """The transfer is given up here (shutdown): the sender must not write into memory that is freed."""
         slot[_READ] = _ALL
         self._fence()
-        until = time.monotonic() + _PATIENCE_SECONDS
+        until = system.monotonic() + _PATIENCE_SECONDS
         while slot[_WRITTEN] and not slot[_SETTLED]:
-            if time.monotonic() > until:
+            if system.monotonic() > until:
                 _kept.append(view)
                 break
         slot[_RECEIVED] = 1

@@ -8,9 +8,9 @@ from typing import Any, cast
 import numpy as np
 
 from hvlike.backends.shared_memory.region import Region, region_bytes
+from hvlike.system.mapped_memory import Segment
 from hvlike.transport.loop.spin import SpinPolicy
 from hvlike.transport.memory.doorbell import Doorbell, Fence
-from hvlike.transport.memory.segment import Segment
 
 
 def regions(ranks: int, chunk: int = 64 << 10) -> list[Region]:

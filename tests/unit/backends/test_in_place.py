@@ -11,8 +11,8 @@ from hvlike.backends.arithmetic.arithmetic import Arithmetic
 from hvlike.backends.arithmetic.reduce_op import ReduceOp
 from hvlike.backends.shared_memory.in_place_shm import AllocationPlace, InPlaceReduction, SharedAllocations, place_word
 from hvlike.backends.shared_memory.region import Region
+from hvlike.system.mapped_memory import Segment
 from hvlike.transport.memory.allocations import Allocation, Allocations, spread
-from hvlike.transport.memory.segment import Segment
 
 pytestmark = pytest.mark.pure
 

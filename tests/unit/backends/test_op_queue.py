@@ -12,11 +12,11 @@ import pytest
 
 from hvlike.backends.base import SoloBackend
 from hvlike.backends.op_queue import OpQueue
+from hvlike.system.mapped_memory import Segment
 from hvlike.transport.loop.coroutine import Coroutine, Task, Wait
 from hvlike.transport.loop.loop import Loop
 from hvlike.transport.loop.spin import SpinPolicy
 from hvlike.transport.memory.doorbell import BELL_BYTES, Doorbell, Fence
-from hvlike.transport.memory.segment import Segment
 
 
 class Bench:

@@ -11,6 +11,7 @@ from hvlike.errors import LaunchError, UsageError
 from hvlike.launch import run as run_module
 from hvlike.launch.job_folder import RANK_PROGRAM, write_failure, write_result
 from hvlike.launch.run import run
+from hvlike.system.system import system
 from hvlike.transport.host import find_mpirun
 from hvlike.transport.host.find_mpirun import HYDRA, OPEN_MPI, MpiLibrary, Mpirun
 
@@ -95,7 +96,7 @@ def test_hosts_and_variables_go_to_the_launcher(
 def test_threads_are_shared_out_unless_the_user_has_said_how_many(
     started: Started, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run_module, "available_cores", lambda: frozenset(range(8)))
+    monkeypatch.setattr(system, "cores", lambda: frozenset(range(8)))
     run(len, ("four",))
     assert started.environment["OMP_NUM_THREADS"] == "4"
     monkeypatch.setenv("OMP_NUM_THREADS", "7")

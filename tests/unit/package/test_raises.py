@@ -27,7 +27,7 @@ INSIDE = {
     ("cuda/nccl.py", "ImportError"),
     ("wire/devices.py", "RuntimeError"),
     ("memory/process_memory.py", "OSError"),
-    ("memory/doorbell.py", "OSError"),
+    ("system/semaphore.py", "OSError"),
     ("host/topology.py", "IndexError"),
     # What Python asks of an importer.
     ("horovod/importer.py", "ModuleNotFoundError"),

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
+from hvlike.system.mapped_memory import Segment
 from hvlike.transport.memory.allocations import Allocation, Allocations, available_bytes, spread
-from hvlike.transport.memory.segment import Segment
 
 BYTES = 1000
 FLOAT = np.dtype(np.float32)

@@ -3,8 +3,8 @@
 import os
 import threading
 
+from hvlike.system.mapped_memory import Segment
 from hvlike.transport.memory.doorbell import BELL_BYTES, Doorbell, Fence
-from hvlike.transport.memory.segment import Segment
 
 
 def make() -> Doorbell:

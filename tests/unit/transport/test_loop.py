@@ -8,11 +8,11 @@ from collections.abc import Iterator
 import pytest
 
 from hvlike.errors import ShutdownError, StateError
+from hvlike.system.mapped_memory import Segment
 from hvlike.transport.loop.coroutine import Coroutine, Wait
 from hvlike.transport.loop.loop import Loop
 from hvlike.transport.loop.spin import SpinPolicy
 from hvlike.transport.memory.doorbell import BELL_BYTES, Doorbell, Fence
-from hvlike.transport.memory.segment import Segment
 
 
 class Bench:

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from hvlike.errors import LaunchError
+from hvlike.system.mapped_memory import Offer, SegmentOffer, accept, make_offer
+from hvlike.system.system import system
 from hvlike.transport.memory import segment
-from hvlike.transport.memory.segment import SegmentOffer, accept, make_offer
 
 
 @pytest.mark.parametrize("memfd", [True, False])
@@ -38,7 +39,7 @@ def test_an_offer_that_cannot_be_opened_or_has_another_size_is_declined() -> Non
     made.withdraw()
     assert accept(offer) is None
     other = SegmentOffer(8192, memfd=True)
-    assert accept(segment.Offer(other.offer.path, 4096, other.offer.cookie)) is None
+    assert accept(Offer(other.offer.path, 4096, other.offer.cookie)) is None
     other.withdraw()
 
 
@@ -70,6 +71,6 @@ class Alone:
 
 
 def test_ranks_that_cannot_share_are_told_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(segment, "make_offer", lambda nbytes, attempt: None)
+    monkeypatch.setattr(system, "make_offer", lambda nbytes, attempt: None)
     with pytest.raises(LaunchError, match="--shm-size"):
         segment.share(Alone(), 4096)

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 
 import pytest
 
+from hvlike.system.mapped_memory import Segment
 from hvlike.transport.loop.socket_events import SocketEvents
 from hvlike.transport.memory.doorbell import BELL_BYTES, ON_SOCKETS, Doorbell, Fence
-from hvlike.transport.memory.segment import Segment
 
 LONG = 20.0  # Seconds that no test waits for
 

@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from hvlike.system.mapped_memory import Segment
 from hvlike.transport.loop.loop import Loop
 from hvlike.transport.loop.spin import SpinPolicy
 from hvlike.transport.memory.doorbell import BELL_BYTES, Doorbell, Fence
-from hvlike.transport.memory.segment import Segment
 
 
 def make_loop(**policy: float) -> Loop:

@@ -1,0 +1,80 @@
+"""Where hvlike reaches the system: clock, threads, locks, cores, semaphores, shared memory, MPI.
+
+Whatever decides who goes on when, or what another rank can see, is called as an attribute of `system` at the moment of
+use. The attributes are those of the standard library, and calling them costs what it costs there. A simulation of whole
+jobs (tests/support/simulation) replaces them all, and has every rank of a job in one process.
+
+What belongs to a rank, and lives as long as its process, is held by objects that `of_process` has registered.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from hvlike.system import mapped_memory
+from hvlike.system.mapped_memory import Offer, Segment, SegmentOffer
+from hvlike.system.semaphore import Semaphore
+
+T = TypeVar("T")
+
+
+def _semaphore(segment: Segment, offset: int) -> Semaphore:
+    return Semaphore(segment.address + offset)
+
+
+def _cores() -> frozenset[int]:
+    return frozenset(os.sched_getaffinity(0))
+
+
+class System:
+    """See the head of this file. The instance is `system`."""
+
+    def __init__(self) -> None:
+        # Times are in seconds, those of names that end in _ns in nanoseconds.
+        self.monotonic: Callable[[], float] = time.monotonic
+        self.monotonic_ns: Callable[[], int] = time.monotonic_ns
+        self.perf_counter: Callable[[], float] = time.perf_counter
+        self.time_ns: Callable[[], int] = time.time_ns
+        self.sleep: Callable[[float], None] = time.sleep
+
+        self.Thread: type[threading.Thread] = threading.Thread
+        self.Lock: Callable[[], threading.Lock] = threading.Lock
+        self.RLock: Callable[[], threading.RLock] = threading.RLock
+        self.Condition: Callable[[], threading.Condition] = threading.Condition
+        self.Event: Callable[[], threading.Event] = threading.Event
+
+        self.process: Callable[[], int] = os.getpid
+        self.cores: Callable[[], frozenset[int]] = _cores  # That this process may use
+        self.yield_core: Callable[[], None] = os.sched_yield
+        self.orders_stores = platform.machine() in ("x86_64", "AMD64", "i686")
+        """Stores become visible in order, loads keep their order, and what locks memory is a full barrier."""
+
+        self.semaphore: Callable[[Segment, int], Semaphore] = _semaphore
+        """(segment, offset): the semaphore that lies there; the memory must outlive it."""
+        self.words: Callable[[Segment, int, int], memoryview] = mapped_memory.words
+        """(segment, offset, count): so many words of 8 bytes from there on; an index costs some 15 ns."""
+        self.private: Callable[[int], Segment] = Segment.private
+        self.make_offer: Callable[[int, int], SegmentOffer | None] = mapped_memory.make_offer
+        self.accept: Callable[[Offer], Segment | None] = mapped_memory.accept
+
+        self.mpi: Any = None  # What stands for the module mpi4py.MPI in a rank that is no process; None: that itself
+
+
+system = System()
+_of_process: list[Any] = []
+
+
+def of_process(state: T) -> T:
+    """Register an object whose attributes belong to the rank, as this process is one. It has a `__dict__`."""
+    _of_process.append(state)
+    return state
+
+
+def states_of_process() -> Sequence[Any]:
+    """What was registered so far."""
+    return _of_process
