@@ -16,7 +16,7 @@ from dataclasses import fields, is_dataclass, replace
 from functools import partial
 from operator import is_
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -45,6 +45,9 @@ from hvlike.training.gradients.usage_errors import (
     used_in_backward,
 )
 from hvlike.untraced import untraced
+
+if TYPE_CHECKING:
+    from hvlike.training.join import Join
 
 
 def tensors_in(output: Any) -> Iterator[Tensor]:
@@ -80,6 +83,7 @@ class ModuleGradients(Gradients):
         self.find_unused = find_unused or static_graph
         self._pending = False  # A synchronised forward was made, and no backward pass of it has reduced yet
         self._uses_own = True  # Such a forward has used the module's own parameters
+        self._may_hold_sums = False  # Of forwards in no_sync() since the last reduction: the same on all ranks
         self._under_way = False  # A backward pass that reduces has begun and not ended
         self._collection: Collected | None = None  # Of the pass under way, unless into `.grad`
         self._missing: dict[GradState, None] | None = None  # Not reached since the last synchronised forward
@@ -121,6 +125,7 @@ class ModuleGradients(Gradients):
             # A forward before it whose output was not differentiated makes nothing of this one's pass.
             self._pending = False
             self._look()
+            self._may_hold_sums = self._may_hold_sums or self.trains
             return
         if self._under_way and self._is_gone():
             # No other rank waits for the rest: hvlike was started anew.
@@ -239,7 +244,8 @@ class ModuleGradients(Gradients):
     def _ended(self, output: Any) -> None:
         """The pass has ended; `output` is the node through which it has come. Collective where it reduces; blocks."""
         if not self._under_way:
-            concerned = self._uses_own and any(slot.reached or not slot.rests for slot in self._slots)
+            # Not by what has arrived on this rank: all ranks must decide alike.
+            concerned = self._uses_own and (self._may_hold_sums or self.trains)
             if not (concerned and output is not None and adds_all_from(output)):
                 return
         twice = self._complete()
@@ -266,7 +272,7 @@ class ModuleGradients(Gradients):
 
     def _complete(self) -> list[str]:
         """Reduce all gradients; return the names of those that have arrived too often."""
-        self._pending = self._under_way = False
+        self._pending = self._under_way = self._may_hold_sums = False
         self._collection = None
         twice, self._twice = self._twice, []
         try:
@@ -350,10 +356,15 @@ class ModuleGradients(Gradients):
             reducer = HookedReducer(self.name, self._parameters, self.hook, self.hook_state, where, size)
         return reducer
 
+    def join_ends(self, context: Join) -> None:
+        super().join_ends(context)
+        # What the ranks with inputs have reduced, others may have had sums for.
+        self._may_hold_sums = self._may_hold_sums and not context._absent
+
     def abandon(self) -> None:
         super().abandon()
         self._missing = None
-        self._pending = self._under_way = False
+        self._pending = self._under_way = self._may_hold_sums = False
         self._twice, self._used = [], []
 
 

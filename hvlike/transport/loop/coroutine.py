@@ -44,7 +44,12 @@ def second_driver(what: str) -> StateError:
 
 
 def explain(error: Exception, coroutine: Coroutine[Any]) -> Exception:
-    """The error that a coroutine has ended with; in words of ours where Python says that another thread advances it."""
+    """The error that a coroutine has ended with; in words of ours where Python says that another thread advances it.
+
+    Without the frame of the caller: it leads to all others of that thread, and what has failed may be kept for long.
+    """
+    if error.__traceback__ is not None:
+        error.__traceback__ = error.__traceback__.tb_next
     if str(error) != "generator already executing":
         return error
     return second_driver(f"the coroutine {getattr(coroutine, '__qualname__', coroutine)}")

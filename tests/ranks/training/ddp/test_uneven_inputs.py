@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import itertools
+import weakref
 from collections.abc import Callable
 from types import ModuleType
 
@@ -12,6 +13,7 @@ from support.training.problem import same_on_all_ranks
 from torch import Tensor, nn
 
 from hvlike.errors import JoinError
+from hvlike.join import Join
 from hvlike.nn import DistributedDataParallel, PowerSGDState, allreduce_hook, powerSGD_hook
 from hvlike.training.sync_batch_norm import convert_sync_batchnorm
 
@@ -321,3 +323,22 @@ def test_another_model_that_one_rank_has_dropped(hvd: ModuleType) -> None:
     finally:
         gc.enable()
     assert same_on_all_ranks(ddp.parameters())
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_context_keeps_nothing_of_the_program(hvd: ModuleType) -> None:
+    """The others replace a plan of several buckets, and a rank without inputs gives its part in it up."""
+    module = nn.Sequential(nn.Linear(4, 30), nn.Linear(30, 30), nn.Linear(30, 3))
+    ddp = DistributedDataParallel(module, bucket_cap_mb=0.0001)
+    # Frozen, it is reduced once more: then the plan changes.
+    module[0].requires_grad_(False)
+    gc.disable()
+    try:
+        with Join([ddp]):
+            for _ in range(4 if hvd.rank() == 0 else 0):
+                ddp(torch.randn(3, 4)).sum().backward()
+        left = weakref.ref(ddp)
+        del ddp
+        assert left() is None
+    finally:
+        gc.enable()

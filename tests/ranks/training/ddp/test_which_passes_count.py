@@ -262,6 +262,24 @@ def test_frozen_between_forward_and_backward(hvd: ModuleType) -> None:
         module[0].requires_grad_(True)
 
 
+def test_all_is_frozen_and_only_some_ranks_hold_sums(hvd: ModuleType) -> None:
+    """A pass to the inputs reduces the sums of local passes, which do not have to be there on this rank."""
+    module = make()
+    ddp = DistributedDataParallel(module, find_unused_parameters=True)
+    loss_of(ddp, inputs()).backward()
+    ddp.zero_grad()
+    with ddp.no_sync():
+        result = ddp(inputs())
+        if hvd.rank() == 0:
+            result.sum().backward()
+    ddp.requires_grad_(False)
+    loss_of(ddp, inputs().requires_grad_()).backward()
+    assert same_on_all_ranks([each for each in gradients(module) if each is not None])
+    # The sums are used up: what follows reduces nothing.
+    if hvd.rank() == 0:
+        loss_of(ddp, inputs().requires_grad_()).backward()
+
+
 class Failing:
     """A hook that fails as long as it is active."""
 
