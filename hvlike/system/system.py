@@ -62,7 +62,8 @@ class System:
         self.make_offer: Callable[[int, int], SegmentOffer | None] = mapped_memory.make_offer
         self.accept: Callable[[Offer], Segment | None] = mapped_memory.accept
 
-        self.mpi: Any = None  # What stands for the module mpi4py.MPI in a rank that is no process; None: that itself
+        self.mpi: Callable[[], Any] | None = None
+        """What stands for the module mpi4py.MPI where a rank is no process, and nothing watches its end; else None."""
 
 
 system = System()
@@ -70,7 +71,7 @@ _of_process: list[Any] = []
 
 
 def of_process(state: T) -> T:
-    """Register an object whose attributes belong to the rank, as this process is one. It has a `__dict__`."""
+    """Register an object whose attributes, or a dict whose items, belong to the rank, as this process is one."""
     _of_process.append(state)
     return state
 

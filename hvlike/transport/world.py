@@ -77,17 +77,7 @@ class World(topology.Topology):
         """
         try:
             with init_watchdog(patience, limit, guard.give_up):
-                _check_process()
-                if fault_tolerance.is_enabled(os.environ):
-                    fault_tolerance.exclude_collectives(os.environ, initialised=mpi_library.running_mpi() is not None)
-                    with start_watchdog(os.environ):
-                        mpi = mpi_library.load_mpi(serialized=serialized, threads_go_on=True)
-                else:
-                    mpi = mpi_library.load_mpi(serialized=serialized)
-                watch_forks()
-                keep_mpi_from_spawned()
-                library = mpi_library.library_name(mpi)
-                launchers.check_launcher(os.environ, mpi.COMM_WORLD.Get_size(), library)
+                mpi = _start_mpi(serialized=serialized)
                 if ranks_per_node is not None and ranks_per_node < 1:
                     raise UsageError(f"ranks_per_node must be at least 1, got {ranks_per_node}.")
                 job = None
@@ -107,7 +97,7 @@ class World(topology.Topology):
                 rank = private.Get_rank()
                 place = topology.describe_topology(_gather_node_ids(mpi, private, node), rank)
                 _prime(node)
-                if node.Get_rank() == 0:
+                if node.Get_rank() == 0 and system.mpi is None:
                     mpi_library.unlink_start_up_segments()
                 return cls(
                     **vars(place),
@@ -122,7 +112,8 @@ class World(topology.Topology):
                 )
         finally:
             # From here on, and above all when this failed: a rank that ends must not leave the others in their init().
-            guard.watch_start()
+            if system.mpi is None:
+                guard.watch_start()
 
     @property
     def on_first_node(self) -> bool:
@@ -166,6 +157,23 @@ class World(topology.Topology):
 
     def __str__(self) -> str:
         return f"rank {self.rank} of {self.size} on {self.host}"
+
+
+def _start_mpi(*, serialized: bool) -> ModuleType:
+    """Return MPI, started in a process that may do so and prepared for what it may do later."""
+    if system.mpi is not None:
+        return cast("ModuleType", system.mpi())
+    _check_process()
+    if fault_tolerance.is_enabled(os.environ):
+        fault_tolerance.exclude_collectives(os.environ, initialised=mpi_library.running_mpi() is not None)
+        with start_watchdog(os.environ):
+            mpi = mpi_library.load_mpi(serialized=serialized, threads_go_on=True)
+    else:
+        mpi = mpi_library.load_mpi(serialized=serialized)
+    watch_forks()
+    keep_mpi_from_spawned()
+    launchers.check_launcher(os.environ, mpi.COMM_WORLD.Get_size(), mpi_library.library_name(mpi))
+    return mpi
 
 
 def _check_process() -> None:

@@ -22,7 +22,7 @@ from hvlike.collectives.requests.reduction import arithmetic_of, working_dtype
 from hvlike.collectives.requests.request import CallSite, RequestKey, RequestSpec, find_call_site
 from hvlike.errors import HorovodInternalError
 from hvlike.observe.recorder import Recorder
-from hvlike.system.system import system
+from hvlike.system.system import of_process, system
 from hvlike.transport.loop.coroutine import Task
 
 MOST_KNOWN = 1024  # Kinds of calls, their memory and names that are remembered; with one more all are learned anew
@@ -138,5 +138,5 @@ def code_of(text: str) -> int:
     return _NAMED | int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
-inline_allreduces: dict[int | None, InlineCalls[Any]] = {}  # By the numbers of the process sets
+inline_allreduces: dict[int | None, InlineCalls[Any]] = of_process({})  # By the numbers of the process sets
 os.register_at_fork(after_in_child=inline_allreduces.clear)

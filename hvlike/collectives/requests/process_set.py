@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from hvlike.errors import UsageError
+from hvlike.system.system import of_process
 from hvlike.untraced import traced
 
-_registered: dict[tuple[int, ...], ProcessSet] = {}
+_registered: dict[tuple[int, ...], ProcessSet] = of_process({})
 
 FIRST_PRIVATE_SET = 1 << 32  # Sets from this number on were made by their members: other ranks do not know them
 
@@ -106,5 +107,5 @@ def _checked(ranks: Any) -> list[int]:
     return values
 
 
-global_process_set = ProcessSet([0])
+global_process_set = of_process(ProcessSet([0]))
 """All ranks; what an operation without `process_set=` runs among."""

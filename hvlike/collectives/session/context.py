@@ -29,7 +29,7 @@ from hvlike.errors import (
     UsageError,
     WrongTypeError,
 )
-from hvlike.system.system import system
+from hvlike.system.system import of_process, system
 from hvlike.transport.fabric import Fabric
 from hvlike.transport.failure.exit_status import keep_record
 from hvlike.transport.failure.fault_tolerance import Job, as_error
@@ -79,6 +79,8 @@ class Context:
         if knobs.launch_record is not None:
             is_spare = world.job is not None and world.job.waits
             keep_record(knobs.launch_record, writes=world.rank == 0 and not is_spare)
+        if system.mpi is not None:
+            return
         self.guard.install()
         if self.world.mpi.COMM_WORLD.Get_size() == 1:
             # The guard watches jobs of several ranks; alone, the loop's thread must still end before its memory does.
@@ -94,11 +96,13 @@ class Context:
             # Raised on every rank or on none, so the communicators can be freed; the user may call init() again.
             self.world.close()
             raise
-        rank_variables.set_at_start(os.environ, self.world)
+        if system.mpi is None:
+            rank_variables.set_at_start(os.environ, self.world)
         self.fabric = Fabric(self.world, peer_memory=knobs.peer_memory)
         self.guard.before_end.append(self.fabric.recorder.flush)
         settings.apply(self.fabric)
-        self._processes = {rank: bell.process for rank, bell in self.fabric.bells.items()}
+        here = {} if system.mpi is not None else self.fabric.bells
+        self._processes = {rank: bell.process for rank, bell in here.items()}
         # Under fault tolerance MPI is told who is lost, and asked.
         self._liveness = Liveness({} if self.world.job is not None else self._processes)
         self.registry = Registry(self.fabric, knobs, lambda error: self._fail_all(error))
@@ -306,7 +310,7 @@ class _Process:
     context: Context | None = None
 
 
-_process = _Process()
+_process = of_process(_Process())
 
 
 def current() -> Context:

@@ -22,6 +22,7 @@ from pathlib import Path
 
 from hvlike.observe.log import main_stack
 from hvlike.observe.printing import descriptor_of_stderr, report
+from hvlike.system.system import system
 from hvlike.transport.failure.fault_tolerance import abort_job
 from hvlike.transport.host import launchers
 from hvlike.transport.host.parents import LAUNCHERS, LauncherWatch, environment_of
@@ -94,8 +95,8 @@ logger = logging.getLogger("hvlike")
 @contextmanager
 def _beside(watch: Callable[[threading.Event], None], name: str) -> Iterator[None]:
     """Run `watch` in a thread of that name; it ends when the event is set that it gets, at the end of the body."""
-    done = threading.Event()
-    thread = threading.Thread(target=watch, args=[done], name=name, daemon=True)
+    done = system.Event()
+    thread = system.Thread(target=watch, args=[done], name=name, daemon=True)
     thread.start()
     try:
         yield
@@ -106,12 +107,12 @@ def _beside(watch: Callable[[threading.Event], None], name: str) -> Iterator[Non
 
 def init_watchdog(patience: float, limit: float, give_up: Callable[[str, str], None]) -> AbstractContextManager[None]:
     """Warn every `patience` seconds of the body, a part of init(); `give_up(text, summary)` after `limit`, if not 0."""
-    started = time.monotonic()
+    started = system.monotonic()
 
     def watch(done: threading.Event) -> None:
         due = patience
-        while not done.wait(max(0.0, started + (min(due, limit) if limit else due) - time.monotonic())):
-            waited = time.monotonic() - started
+        while not done.wait(max(0.0, started + (min(due, limit) if limit else due) - system.monotonic())):
+            waited = system.monotonic() - started
             text = (
                 f"{_me()} has waited {waited:.0f} s in init() for other ranks: every rank of the communicator must "
                 "call init(), with the same comm argument. Look for a rank that is still busy or has not called it."
