@@ -54,7 +54,8 @@ class Fabric:
         board = segment.share(world.node_comm, slots_at + 8 * SLOT_WORDS * size)
         local = next(node for node in world.nodes if world.rank in node)
         self.local_ranks = local
-        self.sockets = SocketEvents() if size < world.size else None
+        sockets: Callable[[], SocketEvents] = system.socket_events or SocketEvents
+        self.sockets = sockets() if size < world.size else None
         wakes = {} if self.sockets is None else {"send": self.sockets.send}
         self.bells = {rank: Doorbell(board, index, self.fence, **wakes) for index, rank in enumerate(local)}
         self.bell = self.bells[world.rank]

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from hvlike.errors import UsageError
+from hvlike.system.system import system
 
 Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 
@@ -175,7 +176,10 @@ class MpiConstants:
     """Constants of the MPI that is running. Made only where a communicator exists, so MPI has been started."""
 
     def __init__(self) -> None:
-        from mpi4py import MPI
+        if system.mpi is not None:
+            MPI = system.mpi()
+        else:
+            from mpi4py import MPI
 
         self.in_place: Any = MPI.IN_PLACE
         self.byte: Any = MPI.BYTE

@@ -1,0 +1,193 @@
+"""Runs a whole job in this process: each rank is a thread of its own, and what it reaches of the system is simulated.
+
+    outcomes = simulate(program, nodes=[[0, 1, 2]], seed=7)      # program(hvd, rank), on each rank
+
+Run it with PYTHONHASHSEED=0: the order of sets of strings must be the same every time.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from support.simulation.memory import NodeMemory
+from support.simulation.primitives import (
+    SimulatedCondition,
+    SimulatedEvent,
+    SimulatedLock,
+    SimulatedRLock,
+    thread_class,
+)
+from support.simulation.scheduler import Hang, Scheduler
+from support.simulation.simulated_mpi import SimulatedMpi
+
+from hvlike.system.system import states_of_process, system
+
+Program = Callable[[Any, int], Any]
+"""(hvlike, rank): what it returns is the rank's result."""
+
+
+@dataclass
+class Outcome:
+    """How the program of a rank has ended."""
+
+    result: Any = None
+    error: BaseException | None = None
+    trace: str = ""
+    ended: bool = False
+
+
+@dataclass
+class JobEnd:
+    """How a job has ended."""
+
+    ranks: list[Outcome]
+    hang: str | None = None
+    seconds: float = 0.0  # Virtual
+    points: int = 0
+    story: list[str] = field(default_factory=list)
+
+
+class ProcessStates:
+    """What belongs to the process of a rank: put in its place whenever the rank has the turn."""
+
+    def __init__(self, ranks: int) -> None:
+        self._states = list(states_of_process())
+        fresh = [self._take(each) for each in self._states]
+        self._of_rank = [[dict(each) for each in fresh] for _ in range(ranks)]
+        self._before = fresh
+
+    def change(self, before: int, after: int) -> None:
+        """The turn goes from one rank to another; -1: to none."""
+        if before >= 0:
+            self._of_rank[before] = [self._take(each) for each in self._states]
+        self._put(self._before if after < 0 else self._of_rank[after])
+
+    def restore(self) -> None:
+        """Put back what was there before the job."""
+        self._put(self._before)
+
+    def _take(self, state: Any) -> dict[Any, Any]:
+        return dict(state) if isinstance(state, dict) else dict(vars(state))
+
+    def _put(self, values: Sequence[dict[Any, Any]]) -> None:
+        for state, kept in zip(self._states, values, strict=True):
+            inside = state if isinstance(state, dict) else vars(state)
+            inside.clear()
+            inside.update(kept)
+
+
+class NoSockets:
+    """hvlike.transport.loop.socket_events.SocketEvents, where MPI's messages come another way: ranks poll."""
+
+    carry = paced = False
+    token = 0
+
+    def scan(self) -> None:
+        """Nothing is there."""
+
+    check_carry = close = scan
+
+    def send(self, token: int) -> None:
+        """Nobody sleeps on it."""
+
+
+@contextmanager
+def _installed(scheduler: Scheduler, nodes: Sequence[Sequence[int]]) -> Iterator[SimulatedMpi]:
+    """Let hvlike reach the simulation in the place of the system."""
+    mpi = SimulatedMpi(scheduler, nodes)
+    node_of = {rank: number for number, ranks in enumerate(nodes) for rank in ranks}
+    memory = NodeMemory(scheduler, node_of)
+    core = {rank: frozenset([rank]) for rank in node_of}
+    before = dict(vars(system))
+    replaced: dict[str, Any] = {
+        "monotonic": scheduler.clock,
+        "monotonic_ns": lambda: int(scheduler.clock() * 1e9),
+        "perf_counter": scheduler.clock,
+        "time_ns": lambda: int(scheduler.clock() * 1e9),
+        "sleep": scheduler.sleep,
+        "Thread": thread_class(scheduler),
+        "Lock": lambda: SimulatedLock(scheduler),
+        "RLock": lambda: SimulatedRLock(scheduler),
+        "Condition": lambda: SimulatedCondition(scheduler),
+        "Event": lambda: SimulatedEvent(scheduler),
+        "cores": lambda: core[scheduler.rank],
+        "yield_core": lambda: scheduler.switch("yield"),
+        "orders_stores": True,
+        "semaphore": memory.semaphore,
+        "words": memory.words,
+        "private": memory.private,
+        "make_offer": memory.make_offer,
+        "accept": memory.accept,
+        "socket_events": NoSockets,
+        "mpi": lambda: mpi.module(scheduler.rank),
+    }
+    vars(system).update(replaced)
+    try:
+        yield mpi
+    finally:
+        vars(system).update(before)
+
+
+def simulate(
+    program: Program,
+    nodes: Sequence[Sequence[int]],
+    seed: int,
+    *,
+    trace: bool = False,
+    points_per_switch: float = 20.0,
+    most_seconds: float = math.inf,
+) -> JobEnd:
+    """Run the program on every rank until all have ended, or nobody can go on.
+
+    most_seconds: of virtual time, after which a job counts as one that never ends. Ranks that wait look around a few
+    times a second for ever.
+    """
+    import hvlike
+
+    # All of it: what belongs to a rank is known then.
+    dir(hvlike.init)
+    size = sum(map(len, nodes))
+    end = JobEnd([Outcome() for _ in range(size)])
+    note = end.story.append if trace else None
+    scheduler = Scheduler(seed, points_per_switch=points_per_switch, trace=note, most_seconds=most_seconds)
+    collects = gc.isenabled()
+    gc.disable()
+    states = ProcessStates(size)
+    scheduler.on_rank = states.change
+    try:
+        with _installed(scheduler, nodes) as mpi:
+            if trace:
+                mpi.trace = scheduler.say
+            for rank in range(size):
+                main: Any = system.Thread(
+                    target=_main(hvlike, program, rank, end.ranks[rank]), name="main", daemon=True
+                )
+                main.given_rank = rank
+                main.start()
+            try:
+                scheduler.run()
+            except Hang as hang:
+                end.hang = str(hang)
+    finally:
+        states.restore()
+        if collects:
+            gc.enable()
+    end.seconds, end.points = scheduler.now, scheduler.points
+    return end
+
+
+def _main(hvd: Any, program: Program, rank: int, outcome: Outcome) -> Callable[[], None]:
+    def run() -> None:
+        try:
+            outcome.result = program(hvd, rank)
+        except Exception as error:
+            outcome.error, outcome.trace = error, traceback.format_exc()
+        outcome.ended = True
+
+    return run

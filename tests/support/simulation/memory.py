@@ -1,0 +1,106 @@
+"""Shared memory of simulated ranks: one piece of memory for all that map it, and words at which others may go on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from support.simulation.primitives import SimulatedSemaphore
+from support.simulation.scheduler import Scheduler
+
+from hvlike.system.mapped_memory import Offer, Segment, words
+
+
+class PlainSegment(Segment):
+    """Memory of this process alone."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.array = np.zeros(nbytes, np.uint8)
+        self.address: int = self.array.ctypes.data
+        self.semaphores: dict[int, SimulatedSemaphore] = {}
+
+    def advise(self, advice: int, start: int, length: int) -> None:
+        """Nothing is to be done."""
+
+
+class PlainOffer:
+    """hvlike.system.mapped_memory.SegmentOffer."""
+
+    def __init__(self, segment: PlainSegment, number: int) -> None:
+        self.segment = segment
+        self.offer = Offer(f"segment {number}", segment.array.nbytes, b"")
+
+    def withdraw(self) -> None:
+        """Nothing is to be done."""
+
+
+class Words:
+    """A view of words of 8 bytes: each look and each change is a point."""
+
+    __slots__ = ("_scheduler", "view")
+
+    def __init__(self, scheduler: Scheduler, view: memoryview) -> None:
+        self._scheduler, self.view = scheduler, view
+
+    def __getitem__(self, place: Any) -> Any:
+        if isinstance(place, slice):
+            return Words(self._scheduler, self.view[place])
+        self._scheduler.switch("look")
+        return self.view[place]
+
+    def __setitem__(self, place: Any, value: Any) -> None:
+        self.view[place] = value.view if isinstance(value, Words) else value
+        self._scheduler.switch("store")
+
+    def __len__(self) -> int:
+        return len(self.view)
+
+    def __iter__(self) -> Iterator[int]:
+        for place in range(len(self.view)):
+            self._scheduler.switch("look")
+            yield self.view[place]
+
+    def tolist(self) -> list[int]:
+        """All of them."""
+        return list(self)
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
+        """The memory itself: who changes it so says by a word that it has."""
+        return np.asarray(self.view, dtype)
+
+    def tobytes(self) -> bytes:
+        """All of them, as they lie in memory."""
+        self._scheduler.switch("look")
+        return self.view.tobytes()
+
+
+class NodeMemory:
+    """The segments of a job, by node."""
+
+    def __init__(self, scheduler: Scheduler, node_of: dict[int, int]) -> None:
+        self._scheduler, self._node_of = scheduler, node_of
+        self._segments: dict[str, tuple[int, PlainSegment]] = {}
+
+    def private(self, nbytes: int) -> Segment:
+        """Segment.private."""
+        return PlainSegment(nbytes)
+
+    def make_offer(self, nbytes: int, attempt: int) -> Any:
+        """mapped_memory.make_offer."""
+        made = PlainOffer(PlainSegment(nbytes), len(self._segments))
+        self._segments[made.offer.path] = self._node_of[self._scheduler.rank], made.segment
+        return made
+
+    def accept(self, offer: Offer) -> Segment | None:
+        """mapped_memory.accept."""
+        node, segment = self._segments[offer.path]
+        return segment if node == self._node_of[self._scheduler.rank] else None
+
+    def words(self, segment: Any, offset: int, count: int) -> Any:
+        """mapped_memory.words."""
+        return Words(self._scheduler, words(segment, offset, count))
+
+    def semaphore(self, segment: Any, offset: int) -> Any:
+        """The one that lies there."""
+        return segment.semaphores.setdefault(offset, SimulatedSemaphore(self._scheduler))

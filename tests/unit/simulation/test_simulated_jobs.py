@@ -1,0 +1,65 @@
+"""Whole jobs of simulated ranks: the real hvlike, decided by a seed."""
+
+from typing import Any
+
+import pytest
+import torch
+from support.simulation.job import simulate
+
+
+def averages(hvd: Any, rank: int) -> list[float]:
+    """Reduce three times, in another way each."""
+    hvd.init()
+    found = [hvd.allreduce(torch.full((4,), float(rank)), name="named")[0].item()]
+    handles = [hvd.allreduce_async(torch.tensor([rank + each * 1.0]), name=f"async {each}") for each in range(3)]
+    found += [hvd.synchronize(each).item() for each in handles]
+    hvd.barrier()
+    found.append(sum(hvd.allgather_object(rank)))
+    hvd.shutdown()
+    return found
+
+
+NODES = {
+    "one rank": [[0]],
+    "two ranks": [[0, 1]],
+    "three ranks": [[0, 1, 2]],
+    "two nodes": [[0, 1], [2]],
+    "apart": [[0], [1]],
+}
+
+
+@pytest.mark.parametrize("nodes", NODES.values(), ids=NODES)
+def test_all_ranks_come_to_the_end_with_what_they_would_have_found(nodes: list[list[int]]) -> None:
+    size = sum(map(len, nodes))
+    mean = (size - 1) / 2
+    for seed in range(8):
+        end = simulate(averages, nodes, seed)
+        assert end.hang is None, end.hang
+        for rank in end.ranks:
+            assert rank.error is None, rank.trace
+            assert rank.result == pytest.approx([mean, mean, mean + 1, mean + 2, mean * size])
+
+
+def test_the_same_seed_gives_the_same_job() -> None:
+    stories = [simulate(averages, [[0, 1, 2]], 11, trace=True).story for _ in range(2)]
+    assert stories[0] == stories[1]
+    assert len(stories[0]) > 20
+    assert simulate(averages, [[0, 1, 2]], 12, trace=True).story != stories[0]
+
+
+def waits_alone(hvd: Any, rank: int) -> None:
+    """Rank 0 waits for an operation that rank 1 never begins, as it waits for a message that nobody sends."""
+    hvd.init()
+    if rank == 0:
+        hvd.allreduce(torch.ones(1), name="alone")
+    else:
+        from hvlike.collectives.session.context import current
+
+        current().fabric.loop.wait(lambda: False, None)
+
+
+def test_a_job_that_never_ends_is_told_with_what_each_rank_waits_for() -> None:
+    end = simulate(waits_alone, [[0, 1]], 1, most_seconds=3.0)
+    assert end.hang is not None
+    assert "rank 0 main: " in end.hang
+    assert "rank 1 main: " in end.hang
