@@ -100,6 +100,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if item.get_closest_marker("pure") and "hvd" in getattr(item, "fixturenames", ()):
             record("failed", item.nodeid, "marked pure, and uses hvd")
             raise pytest.UsageError(f"{item.nodeid} is marked pure, and uses hvd")
+        if "output_of" in getattr(item, "fixturenames", ()):
+            # The first one of them waits for all programs of a job (support/in_turn.py).
+            item.add_marker(pytest.mark.timeout(270))
     chosen, _, parts = PART.partition("/")
     places = [int(each) - 1 for each in chosen.split(",")]
     # What shares a costly fixture stays in one part.
