@@ -63,15 +63,14 @@ class Loop:
         self._lock = system.Lock()
         self._changed = system.Condition()
         self._waiters = self._driver = 0
-        self._in_background = False
-        self._missed_ring = False
-        self._closing = False
+        self._in_background = self._missed_ring = self._closing = False
         self._wait = Wait.NOTIFY
         self._next_tick = 0.0
         self._due = math.inf
         self._on_due: Callable[[float], float] = lambda now: math.inf
         self._failure: BaseException | None = None
         self.thread_pool = ThreadPool(self._listen, self._summon)
+        self.thread_pool.start()
 
     # -- from any thread ----------------------------------------------------------------------
 

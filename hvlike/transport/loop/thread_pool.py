@@ -29,7 +29,7 @@ class ThreadPool:
     """Threads that run work items. Limited items run at most `limit` at a time; the others never wait."""
 
     def __init__(self, listen: Listen, summon: Callable[[], None]) -> None:
-        """Start the first thread. summon: wakes a listening thread; may be called anywhere."""
+        """summon: wakes a listening thread; may be called anywhere."""
         self._listen = listen
         self._summon = summon
         self._lock = system.Lock()
@@ -42,6 +42,9 @@ class ThreadPool:
         self._hot = False
         self._ended = 0.0
         self.running = 0
+
+    def start(self) -> None:
+        """Start the first thread, which listens at once: after all that it needs is there."""
         with self._lock:
             self._grow()
 

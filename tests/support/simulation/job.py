@@ -50,6 +50,8 @@ class JobEnd:
     hang: str | None = None
     seconds: float = 0.0  # Virtual
     points: int = 0
+    longest_rest: float = 0.0  # Virtual seconds
+    violations: list[str] = field(default_factory=list)  # What MPI forbids, and was done
     story: list[str] = field(default_factory=list)
 
 
@@ -142,11 +144,12 @@ def simulate(
     trace: bool = False,
     points_per_switch: float = 20.0,
     most_seconds: float = math.inf,
+    holds: Sequence[tuple[int, int, float]] = (),
 ) -> JobEnd:
     """Run the program on every rank until all have ended, or nobody can go on.
 
     most_seconds: of virtual time, after which a job counts as one that never ends. Ranks that wait look around a few
-    times a second for ever.
+    times a second for ever. holds: after so many points that rank goes on no more, for so many seconds.
     """
     import hvlike
 
@@ -156,6 +159,7 @@ def simulate(
     end = JobEnd([Outcome() for _ in range(size)])
     note = end.story.append if trace else None
     scheduler = Scheduler(seed, points_per_switch=points_per_switch, trace=note, most_seconds=most_seconds)
+    scheduler.holds = sorted(holds)
     collects = gc.isenabled()
     gc.disable()
     states = ProcessStates(size)
@@ -174,11 +178,13 @@ def simulate(
                 scheduler.run()
             except Hang as hang:
                 end.hang = str(hang)
+            # Threads that unwind after a hang do what they like.
+            end.violations = [] if end.hang is not None else list(mpi.violations)
     finally:
         states.restore()
         if collects:
             gc.enable()
-    end.seconds, end.points = scheduler.now, scheduler.points
+    end.seconds, end.points, end.longest_rest = scheduler.now, scheduler.points, scheduler.longest_rest
     return end
 
 

@@ -16,7 +16,7 @@ import random
 import threading
 from collections.abc import Callable
 
-TICK_SECONDS = 1e-6  # What passes at a point, or when somebody looks at the clock
+TICK_SECONDS = 4e-6  # What passes at a point, or when somebody looks at the clock: Python takes about as long
 MOST_POINTS = 3_000_000  # After so many a job counts as one that never ends
 
 
@@ -62,9 +62,12 @@ class Scheduler:
         self.random = random.Random(seed)
         self.now = 0.0
         self.points = 0
+        self.longest_rest = 0.0  # For how long nobody could go on, at most
         self.threads: list[SimulatedThread] = []
         self.on_rank: Callable[[int, int], None] = lambda before, after: None
         """Called when the turn goes from a rank to another one."""
+        self.holds: list[tuple[int, int, float]] = []
+        """After so many points a rank is held up for so long: by another program, by a signal. Sorted."""
         self.current: SimulatedThread | None = None
         self.hang: str | None = None
         self._most_seconds = most_seconds
@@ -127,6 +130,9 @@ class Scheduler:
             if self.points > MOST_POINTS or self.now > self._most_seconds:
                 self._note_hang(f"the job goes on after {self.points} points")
                 raise JobEnded
+            while self.holds and self.points >= self.holds[0][0]:
+                _, rank, seconds = self.holds.pop(0)
+                self.hold(rank, seconds)
             me.what = what
             self._hand_on(me)
 
@@ -207,7 +213,9 @@ class Scheduler:
             if not moments:
                 self._note_hang("nobody can go on")
                 continue
-            self.now = max(self.now, min(moments)) + TICK_SECONDS
+            next_moment = min(moments)
+            self.longest_rest = max(self.longest_rest, next_moment - self.now)
+            self.now = max(self.now, next_moment) + TICK_SECONDS
 
     def _can_go_on(self, thread: SimulatedThread) -> bool:
         if thread.held_until > self.now:

@@ -9,8 +9,10 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from hvlike.system.mapped_memory import Segment
+from hvlike.transport.loop import loop as loops
 from hvlike.transport.loop.loop import Loop
 from hvlike.transport.loop.spin import SpinPolicy
+from hvlike.transport.loop.thread_pool import Listen, ThreadPool
 from hvlike.transport.memory.doorbell import BELL_BYTES, Doorbell, Fence
 
 
@@ -52,6 +54,26 @@ def until(condition: Callable[[], bool]) -> bool:
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.002)
     return condition()
+
+
+class SlowPool(ThreadPool):
+    """Its maker comes late to what follows: other threads run first."""
+
+    def __init__(self, listen: Listen, summon: Callable[[], None]) -> None:
+        super().__init__(listen, summon)
+        time.sleep(0.1)
+
+
+def test_a_peer_may_ring_before_the_loop_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loops, "ThreadPool", SlowPool)
+    bell = Doorbell(Segment.private(BELL_BYTES), 0, Fence())
+    bell.initialise(os.getpid())
+    bell.ring()
+    loop = Loop(bell, spin=SpinPolicy(crowded=False, checks=10), sockets=None, tick=lambda: None)
+    ran = threading.Event()
+    loop.post(ran.set)
+    assert ran.wait(5.0)
+    loop.close()
 
 
 @pytest.mark.parametrize("limit", [1, 3, 16])

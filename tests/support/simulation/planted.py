@@ -1,0 +1,138 @@
+"""Faults that are planted into a copy of hvlike: simulated jobs that do not find them are no test."""
+
+from __future__ import annotations
+
+from support.fuzz.planted import plant
+
+BELL = "transport/memory/doorbell.py"
+LOOP = "transport/loop/loop.py"
+SYNC = "backends/shared_memory/work_sync.py"
+BOARD = "backends/shared_memory/board.py"
+CHANNEL = "transport/messages/channel.py"
+PROXY = "collectives/session/joined_proxy.py"
+
+PLANTS = [
+    plant(
+        "a driver that leaves does not look whether it was rung",
+        (BELL, "            pass\n        return self.rung()\n", "            pass\n        return False\n"),
+    ),
+    plant(
+        "who rings looks only once who drives",
+        (BELL, "        if self._words[_DRIVEN] != driven:\n            self._posts[1 - driven]()\n", ""),
+    ),
+    plant(
+        "a driver does not say that it sleeps",
+        (BELL, "        self._words[_ASLEEP] = how\n        self._fence()\n", "        self._fence()\n"),
+    ),
+    plant(
+        "a driver sleeps without a last look",
+        (
+            LOOP,
+            "            self._wait = self._advance(self._bell.rung())\n            if self._wait is Wait.AGAIN:\n",
+            "            if self._wait is Wait.AGAIN:\n",
+        ),
+    ),
+    plant(
+        "a driver leaves while something runs, and wakes nobody",
+        (LOOP, "        elif again or self._inbox or self._tasks:\n", "        elif again:\n"),
+    ),
+    plant(
+        "who waits beside the background thread does not wake it",
+        (LOOP, "                if self._inbox or self._in_background:\n", "                if False:\n"),
+    ),
+    plant(
+        "the end of a task wakes nobody who waits for it",
+        (
+            LOOP,
+            "            task.after(task)\n        if self._waiters:\n            self._wake_waiters()\n",
+            "            task.after(task)\n",
+        ),
+    ),
+    plant(
+        "a rank leaves a reduction before the others have done their part",
+        (SYNC, "            while words[DEPARTED] < number:\n", "            while False:\n"),
+    ),
+    plant(
+        "a rank reaches into memory of ranks that are not there",
+        (
+            SYNC,
+            "while not any(all(counters[peer].words[ARRIVED] >= number for peer in peers) for _ in range(checks)):",
+            "while False:",
+        ),
+    ),
+    plant(
+        "a rank that departs wakes nobody",
+        (
+            SYNC,
+            "        region.mine.words[DEPARTED] = number\n        region.notify_if_sleeping()\n",
+            "        region.mine.words[DEPARTED] = number\n",
+        ),
+    ),
+    plant(
+        "an entry on the board is not looked at again before it counts",
+        (
+            BOARD,
+            "                if peer[entry] != number:\n                    return None\n            self._agreed",
+            "                pass\n            self._agreed",
+        ),
+    ),
+    plant(
+        "the head does not see that a rank has withdrawn",
+        (BOARD, "        if _WITHDRAWN not in states and all(", "        if all("),
+    ),
+    plant(
+        "a rank withdraws though the head has come",
+        (BOARD, "        stays = self._has_entered(index)\n", "        stays = False\n"),
+    ),
+    plant(
+        "an inline operation takes a place that others still read",
+        (BOARD, "        return all(peer[FINISHED] >= needed for peer in self._peers)\n", "        return True\n"),
+    ),
+    plant(
+        "a message is sent and not counted",
+        (CHANNEL, "            self._sent[self._place[rank]] += 1\n            self._bells", "            self._bells"),
+    ),
+    plant(
+        "a message is sent, and nobody rings",
+        (
+            CHANNEL,
+            "            self._sent[self._place[rank]] += 1\n            self._bells[rank].ring()\n",
+            "            self._sent[self._place[rank]] += 1\n",
+        ),
+    ),
+    plant(
+        "the last job of a queue comes first",
+        (
+            "backends/op_queue.py",
+            "        job, after = self._jobs.popleft()\n",
+            "        job, after = self._jobs.pop()\n",
+        ),
+    ),
+    plant(
+        "a join ends with the first plan that has ended",
+        (
+            PROXY,
+            "        return all(each.finished for each in list(self._by_name.values()) if each.serial in plans)\n",
+            "        return any(each.finished for each in list(self._by_name.values()))\n",
+        ),
+    ),
+    plant(
+        "a rank that has joined contributes what the last step has left",
+        (PROXY, "                    tensor.zero_()\n", "                    pass\n"),
+    ),
+    plant(
+        "a step does not wait for its buckets",
+        ("training/gradients/planned_reducer.py", "            if self._unfinished:\n", "            if False:\n"),
+    ),
+    plant(
+        "others hear of a join before there is what stands in for this rank",
+        (
+            "collectives/api/barrier_join.py",
+            "    current().fabric.loop.post(lambda: proxies.begin(planned), wake=False)\n"
+            "    return submit_join(set_state, JOIN_KEY, request, wake=False)\n",
+            "    handle = submit_join(set_state, JOIN_KEY, request, wake=False)\n"
+            "    current().fabric.loop.post(lambda: proxies.begin(planned), wake=False)\n"
+            "    return handle\n",
+        ),
+    ),
+]

@@ -1,0 +1,153 @@
+"""Runs simulated jobs of random programs, and replays one of them: scripts/simulate.
+
+scripts/simulate --seeds 0..2000 --ranks 2..4 --nodes 1..2 --kinds named,join
+scripts/simulate --seed 4711 --kinds join --trace
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import random
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from support.fuzz.planted import planted
+from support.simulation.job import JobEnd, simulate
+from support.simulation.planted import PLANTS
+from support.simulation.programs import KINDS
+
+MOST_SECONDS = 300.0
+# For so long all ranks may sleep at once, in jobs that nobody holds up: what is found at the next look around, after
+# 0.25 s, was missed.
+LONGEST_REST_SECONDS = 0.2
+PROMPT_KINDS = ("named", "planned", "join")
+
+
+@dataclass
+class Draw:
+    """A job, as its seed decides it."""
+
+    seed: int
+    kind: str
+    nodes: list[list[int]]
+    points_per_switch: float
+    holds: list[tuple[int, int, float]]
+
+    @classmethod
+    def of(cls, seed: int, kinds: Sequence[str], ranks: range, nodes: range) -> Draw:
+        """Draw one."""
+        draw = random.Random(seed)
+        kind = draw.choice(list(kinds))
+        size = draw.choice(ranks)
+        parts = min(draw.choice(nodes), size)
+        cuts = sorted(draw.sample(range(1, size), parts - 1))
+        places = [list(range(first, last)) for first, last in zip([0, *cuts], [*cuts, size], strict=True)]
+        # A rank that another program holds up, for a turn of the system or for seconds.
+        holds = [
+            (draw.randrange(20_000), draw.randrange(size), draw.choice([0.002, 0.05, 3.0]))
+            for _ in range(draw.choice([0, 0, 1, 3]))
+        ]
+        return cls(seed, kind, places, draw.choice([3.0, 10.0, 40.0, 200.0]), holds)
+
+    def run(self, *, trace: bool = False) -> JobEnd:
+        """Run it."""
+        program = KINDS[self.kind].draw(self.seed, sum(map(len, self.nodes)))
+        return simulate(
+            program,
+            self.nodes,
+            self.seed,
+            trace=trace,
+            points_per_switch=self.points_per_switch,
+            most_seconds=MOST_SECONDS,
+            holds=self.holds,
+        )
+
+
+def what_is_wrong(end: JobEnd, job: Draw) -> str | None:
+    """Why a job has not ended as it should; None if it has."""
+    if end.violations:
+        return "MPI was used wrongly: " + "; ".join(end.violations)
+    for rank, outcome in enumerate(end.ranks):
+        if outcome.error is not None:
+            return f"rank {rank}: {outcome.trace}"
+    if end.hang is not None:
+        return f"it hangs: {end.hang}"
+    if end.longest_rest > LONGEST_REST_SECONDS and job.kind in PROMPT_KINDS and not job.holds:
+        return f"all ranks have slept for {end.longest_rest:.3f} virtual seconds: somebody was not woken"
+    return None
+
+
+def numbers(text: str) -> range:
+    """ "3" or "2..8", both included."""
+    first, _, last = text.partition("..")
+    return range(int(first), int(last or first) + 1)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run what the command line says."""
+    parser = argparse.ArgumentParser(prog="scripts/simulate", description=__doc__.partition("\n")[0])
+    parser.add_argument("--seeds", type=numbers, default=range(1000), help="which jobs: 0..999")
+    parser.add_argument("--seed", type=int, help="one job")
+    parser.add_argument("--ranks", type=numbers, default=range(2, 5), help="2..4")
+    parser.add_argument("--nodes", type=numbers, default=range(1, 4), help="1..3")
+    parser.add_argument("--kinds", type=lambda text: text.split(","), default=list(KINDS), help=", ".join(KINDS))
+    parser.add_argument("--minutes", type=float, default=0.0, help="stop after so long; 0: never")
+    parser.add_argument("--faults", type=int, default=0, help="stop after so many; 0: never")
+    parser.add_argument("--planted", action="store_true", help="show that faults planted into a copy are found")
+    parser.add_argument("--trace", action="store_true", help="show who did what, in virtual microseconds")
+    given = parser.parse_args(arguments)
+    if os.environ.get("PYTHONHASHSEED") != "0":
+        # Else the order of sets, and with it the job, is another one every time.
+        os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**os.environ, "PYTHONHASHSEED": "0"})
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    logging.getLogger("hvlike").addFilter(lambda record: given.trace)
+    if given.planted:
+        return find_planted(arguments)
+    seeds = given.seeds if given.seed is None else range(given.seed, given.seed + 1)
+    began, failed, ran = time.monotonic(), 0, 0
+    for seed in seeds:
+        if given.minutes and time.monotonic() - began > 60 * given.minutes:
+            break
+        job = Draw.of(seed, given.kinds, given.ranks, given.nodes)
+        end = job.run(trace=given.trace)
+        ran += 1
+        wrong = what_is_wrong(end, job)
+        if given.trace:
+            print("\n".join(end.story))
+        if wrong:
+            failed += 1
+            print(f"seed {seed}: {job}\n{KINDS[job.kind].draw(seed, sum(map(len, job.nodes)))}\n{wrong}\n", flush=True)
+            if failed == given.faults:
+                break
+    seconds = time.monotonic() - began
+    print(f"{ran} jobs in {seconds:.0f} s ({ran / max(seconds, 1e-9):.1f} a second), {failed} wrong")
+    return int(bool(failed))
+
+
+def find_planted(arguments: Sequence[str]) -> int:
+    """Plant one fault after the other; return how many are not found."""
+    missed = 0
+    options = [each for each in arguments if each != "--planted"]
+    for fault in PLANTS:
+        with planted(fault) as folder:
+            paths = os.pathsep.join([str(folder), *sys.path])
+            command = [sys.executable, "-m", "support.simulation.run", *options, "--faults", "1"]
+            done = subprocess.run(command, env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True)
+        last = done.stdout.strip().rpartition("\n")[2] or done.stderr
+        missed += done.returncode == 0
+        print(f"{'NOT FOUND' if done.returncode == 0 else 'found'}: {fault.name}: {last}", flush=True)
+        if done.returncode:
+            print("\n".join(done.stdout.splitlines()[:4])[:600], flush=True)
+    return missed
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

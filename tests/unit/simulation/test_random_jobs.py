@@ -1,0 +1,20 @@
+"""Random programs on simulated ranks end as they should; `scripts/simulate` runs them by the thousand."""
+
+import pytest
+from support.fuzz.planted import Plant
+from support.simulation.planted import PLANTS
+from support.simulation.programs import KINDS
+from support.simulation.run import Draw, what_is_wrong
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_random_jobs(kind: str) -> None:
+    for seed in range(15):
+        job = Draw.of(seed, [kind], range(2, 5), range(1, 4))
+        wrong = what_is_wrong(job.run(), job)
+        assert wrong is None, f"{job}\n{wrong}"
+
+
+@pytest.mark.parametrize("fault", PLANTS, ids=lambda fault: fault.name)
+def test_the_planted_faults_still_have_a_place(fault: Plant) -> None:
+    assert not fault.missing()
