@@ -316,6 +316,8 @@ class DistributedDataParallel(nn.Module, BuiltInJoinable):
 
     def _join_begins(self, *, divides_by_active: bool) -> None:
         self._gradients.join_begins(divides_by_active=divides_by_active)
+        if self._syncs_buffers():
+            self._buffer_sync.join_begins()
 
     def _join_fails(self) -> None:
         self._gradients.join_fails()

@@ -71,6 +71,10 @@ class BufferSync:
             check_memory(f"{_CALL}, buffer {name!r}", buffer)
         self._queue.agree()
 
+    def join_begins(self) -> None:
+        """Be known, so that this rank can follow others: a copied module has no queue before a forward. Local."""
+        self._queue.join_begins()
+
     def sync(self, *, from_highest: bool) -> None:
         """Take over the buffers of the first rank, or `from_highest` of the highest active one. Collective; blocks."""
         self._queue.run(self._job(active=True, from_highest=from_highest))

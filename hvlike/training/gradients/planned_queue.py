@@ -172,12 +172,18 @@ class PlannedQueue(PersistentOperation):
         assert self._set_state is not None
         return self._set_state.group
 
+    def join_begins(self) -> None:
+        """Have a name before the first step, so that this rank can follow others that begin it. Local."""
+        if self._refusal is None:
+            self._enter_running_context()
+            if self._set_state is not None:
+                self._set_state.proxies.planned.add(self)
+
     def agree(self) -> None:
         """Open the queue, unless it is there. Collective; blocks. Raises: MismatchError, where `described` differs."""
         if self._refusal is not None:
             raise self._refusal
-        if not (is_running() and current() is self._context):
-            self._enter_context()
+        self._enter_running_context()
         set_state = self._set_state
         if self.queue is not None or set_state is None:
             return
@@ -262,8 +268,10 @@ class PlannedQueue(PersistentOperation):
         self.queue, self.serial = queue, agreed.serial
         return self.proxy()
 
-    def _enter_context(self) -> None:
+    def _enter_running_context(self) -> None:
         """Belong to the hvlike that runs now; an earlier one has taken its queue with it."""
+        if is_running() and current() is self._context:
+            return
         self.forget()
         self._context = current()
         set_state = self._set_state = self._context.find_set(self._process_set, self._purpose)

@@ -369,7 +369,9 @@ class Draft:
             self.actions.append(self.uneven())
             return
         self.reduced_passes()
-        if self.chance(15):
+        # Torch has no norm of sparse gradients, which may be there on some ranks only.
+        mixed = "sparse embedding" in self.parts and "sparse_as_dense" in self.options
+        if self.chance(15) and not mixed:
             self.actions.append(Clip(scaled=self.scales))
         elif self.kind == "optimizer" and not self.scales and self.options.get("op") != "adasum" and self.chance(10):
             self.actions.append(Synchronize(self.choose(1.0, 0.5)))

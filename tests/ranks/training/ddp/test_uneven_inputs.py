@@ -1,6 +1,7 @@
 """Ranks with different numbers of inputs in a Join context of a DistributedDataParallel."""
 
 import contextlib
+import copy
 import gc
 import itertools
 import weakref
@@ -323,6 +324,15 @@ def test_another_model_that_one_rank_has_dropped(hvd: ModuleType) -> None:
     finally:
         gc.enable()
     assert same_on_all_ranks(ddp.parameters())
+
+
+def test_the_first_forward_of_a_copy(hvd: ModuleType) -> None:
+    """A rank without inputs follows the queue of its buffers, which begins there."""
+    ddp = copy.deepcopy(DistributedDataParallel(BatchNormNet()))
+    with Join([ddp]):
+        for _ in range(2 if hvd.rank() == 0 else 0):
+            ddp(torch.randn(3, 4)).sum().backward()
+    assert same_on_all_ranks([*ddp.parameters(), *ddp.buffers()])
 
 
 @pytest.mark.mpi(min_size=2)
