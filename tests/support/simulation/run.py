@@ -138,9 +138,11 @@ def find_planted(arguments: Sequence[str]) -> int:
     options = [each for each in arguments if each != "--planted"]
     for fault in PLANTS:
         with planted(fault) as folder:
-            paths = os.pathsep.join([str(folder), *sys.path])
+            paths = os.pathsep.join([str(folder), *(each for each in sys.path if each)])
             command = [sys.executable, "-m", "support.simulation.run", *options, "--faults", "1"]
-            done = subprocess.run(command, env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True)
+            environment = {**os.environ, "PYTHONPATH": paths}
+            # In that folder: `-m` looks for modules in the working directory first.
+            done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
         last = done.stdout.strip().rpartition("\n")[2] or done.stderr
         missed += done.returncode == 0
         print(f"{'NOT FOUND' if done.returncode == 0 else 'found'}: {fault.name}: {last}", flush=True)
