@@ -62,11 +62,9 @@ class System:
         self.make_offer: Callable[[int, int], SegmentOffer | None] = mapped_memory.make_offer
         self.accept: Callable[[Offer], Segment | None] = mapped_memory.accept
 
-        self.socket_events: Callable[[], Any] | None = (
-            None  # What stands for transport/loop/socket_events.py; else None
-        )
+        # Where a rank is no process, and nothing watches its end: what stands for SocketEvents and for mpi4py.MPI.
+        self.socket_events: Callable[[], Any] | None = None
         self.mpi: Callable[[], Any] | None = None
-        """What stands for the module mpi4py.MPI where a rank is no process, and nothing watches its end; else None."""
 
 
 system = System()

@@ -85,7 +85,7 @@ def what_is_wrong(end: JobEnd, job: Draw) -> str | None:
 
 
 def numbers(text: str) -> range:
-    """ "3" or "2..8", both included."""
+    """Read 3, or 2..8 with both ends."""
     first, _, last = text.partition("..")
     return range(int(first), int(last or first) + 1)
 
