@@ -4,7 +4,7 @@ Whatever decides who goes on when, or what another rank can see, is called as an
 use. The attributes are those of the standard library, and calling them costs what it costs there. A simulation of whole
 jobs (tests/support/simulation) replaces them all, and has every rank of a job in one process.
 
-What belongs to a rank, and lives as long as its process, is held by objects that `of_process` has registered.
+What belongs to a rank, and lives as long as its process, is held by objects that `of_process` has made.
 """
 
 from __future__ import annotations
@@ -68,15 +68,19 @@ class System:
 
 
 system = System()
-_of_process: list[Any] = []
+_of_process: list[tuple[Any, Callable[[], Any]]] = []
 
 
-def of_process(state: T) -> T:
-    """Register an object whose attributes, or a dict whose items, belong to the rank, as this process is one."""
-    _of_process.append(state)
+def of_process(make: Callable[[], T]) -> T:
+    """Make an object whose attributes belong to the rank, as this process is one, and register it.
+
+    make: is called once more for each rank of a simulated job, and so makes new locks, tables and lists every time.
+    """
+    state = make()
+    _of_process.append((state, make))
     return state
 
 
-def states_of_process() -> Sequence[Any]:
-    """What was registered so far."""
+def states_of_process() -> Sequence[tuple[Any, Callable[[], Any]]]:
+    """What was registered so far, and what makes such an object."""
     return _of_process

@@ -120,7 +120,7 @@ def allreduce_(
     Raises:
         HorovodInternalError, UsageError: As `allreduce`.
     """
-    way = inline_allreduces.get(0 if process_set is None else getattr(process_set, "process_set_id", None))
+    way = inline_allreduces.by_set.get(0 if process_set is None else getattr(process_set, "process_set_id", None))
     tried = None
     if way is not None and average is None:
         tried = way.attempt(tensor, name, op, prescale_factor, postscale_factor)

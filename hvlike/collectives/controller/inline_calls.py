@@ -138,5 +138,10 @@ def code_of(text: str) -> int:
     return _NAMED | int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
-inline_allreduces: dict[int | None, InlineCalls[Any]] = of_process({})  # By the numbers of the process sets
-os.register_at_fork(after_in_child=inline_allreduces.clear)
+class _InlineAllreduces:
+    def __init__(self) -> None:
+        self.by_set: dict[int | None, InlineCalls[Any]] = {}  # By the numbers of the process sets
+
+
+inline_allreduces = of_process(_InlineAllreduces)
+os.register_at_fork(after_in_child=lambda: inline_allreduces.by_set.clear())

@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from hvlike.errors import UsageError
 from hvlike.system.system import of_process
 from hvlike.untraced import traced
 
-_registered: dict[tuple[int, ...], ProcessSet] = of_process({})
+
+class _Registered:
+    """The sets that this rank has registered."""
+
+    def __init__(self) -> None:
+        self.by_ranks: dict[tuple[int, ...], ProcessSet] = {}
+
+
+_registered = of_process(_Registered)
 
 FIRST_PRIVATE_SET = 1 << 32  # Sets from this number on were made by their members: other ranks do not know them
 
@@ -50,13 +59,13 @@ class ProcessSet:
         """
         self.process_set_id, self.ranks, self._me = number, list(ranks), me
         if number < FIRST_PRIVATE_SET:
-            _registered[tuple(ranks)] = self
+            _registered.by_ranks[tuple(ranks)] = self
 
     def removed(self) -> None:
         """Called when the set is removed or hvlike shut down."""
         self.process_set_id = None
-        if self.ranks is not None and _registered.get(tuple(self.ranks)) is self:
-            del _registered[tuple(self.ranks)]
+        if self.ranks is not None and _registered.by_ranks.get(tuple(self.ranks)) is self:
+            del _registered.by_ranks[tuple(self.ranks)]
 
     @traced
     def size(self) -> int | None:
@@ -91,7 +100,7 @@ class ProcessSet:
 
 
 def _restore(ranks: list[int]) -> ProcessSet:
-    return _registered.get(tuple(ranks)) or ProcessSet(ranks)
+    return _registered.by_ranks.get(tuple(ranks)) or ProcessSet(ranks)
 
 
 def _checked(ranks: Any) -> list[int]:
@@ -107,5 +116,5 @@ def _checked(ranks: Any) -> list[int]:
     return values
 
 
-global_process_set = of_process(ProcessSet([0]))
+global_process_set = of_process(partial(ProcessSet, [0]))
 """All ranks; what an operation without `process_set=` runs among."""

@@ -307,10 +307,11 @@ class Context:
 
 
 class _Process:
-    context: Context | None = None
+    def __init__(self) -> None:
+        self.context: Context | None = None
 
 
-_process = of_process(_Process())
+_process = of_process(_Process)
 
 
 def current() -> Context:
@@ -369,7 +370,7 @@ def start_context(comm: Any, process_sets: Sequence[ProcessSet], gradients: str 
 
 def stop_context() -> None:
     context, _process.context = _process.context, None
-    inline_allreduces.clear()
+    inline_allreduces.by_set.clear()
     if context is not None:
         mpi_library.check_not_forked()
         context.close()
@@ -378,7 +379,7 @@ def stop_context() -> None:
 def abandon_context() -> None:
     """End hvlike here without the other ranks; under fault tolerance only."""
     context, _process.context = _process.context, None
-    inline_allreduces.clear()
+    inline_allreduces.by_set.clear()
     if context is not None:
         context.abandon()
 

@@ -89,11 +89,11 @@ class ProcessSetState:
         self._serve(inline)
 
     def _serve(self, inline: InlineCalls[Any]) -> None:
-        self.inline = inline_allreduces[self.group.number] = inline
+        self.inline = inline_allreduces.by_set[self.group.number] = inline
 
     def fail(self, error: HorovodInternalError) -> None:
         """End everything in flight in this set with `error`; in the loop."""
-        inline_allreduces.pop(self.group.number, None)
+        inline_allreduces.by_set.pop(self.group.number, None)
         self.controller.close(error)
         for queue in self.queues.all():
             queue.fail(error)

@@ -59,29 +59,29 @@ class ProcessStates:
     """What belongs to the process of a rank: put in its place whenever the rank has the turn."""
 
     def __init__(self, ranks: int) -> None:
-        self._states = list(states_of_process())
-        fresh = [self._take(each) for each in self._states]
-        self._of_rank = [[dict(each) for each in fresh] for _ in range(ranks)]
-        self._before = fresh
+        """Once hvlike reaches the simulation: what is made here may have locks."""
+        self._states = [state for state, _ in states_of_process()]
+        self._before = [vars(each) for each in self._states]
+        self._of_rank = [[vars(make()) for _, make in states_of_process()] for _ in range(ranks)]
 
-    def change(self, before: int, after: int) -> None:
-        """The turn goes from one rank to another; -1: to none."""
-        if before >= 0:
-            self._of_rank[before] = [self._take(each) for each in self._states]
-        self._put(self._before if after < 0 else self._of_rank[after])
+    def change(self, rank: int) -> None:
+        """The turn goes to a rank."""
+        for state, attributes in zip(self._states, self._of_rank[rank], strict=True):
+            state.__dict__ = attributes
 
     def restore(self) -> None:
         """Put back what was there before the job."""
-        self._put(self._before)
+        for state, attributes in zip(self._states, self._before, strict=True):
+            state.__dict__ = attributes
 
-    def _take(self, state: Any) -> dict[Any, Any]:
-        return dict(state) if isinstance(state, dict) else dict(vars(state))
 
-    def _put(self, values: Sequence[dict[Any, Any]]) -> None:
-        for state, kept in zip(self._states, values, strict=True):
-            inside = state if isinstance(state, dict) else vars(state)
-            inside.clear()
-            inside.update(kept)
+@contextmanager
+def _states(ranks: int) -> Iterator[ProcessStates]:
+    states = ProcessStates(ranks)
+    try:
+        yield states
+    finally:
+        states.restore()
 
 
 class NoSockets:
@@ -162,10 +162,9 @@ def simulate(
     scheduler.holds = sorted(holds)
     collects = gc.isenabled()
     gc.disable()
-    states = ProcessStates(size)
-    scheduler.on_rank = states.change
     try:
-        with _installed(scheduler, nodes) as mpi:
+        with _installed(scheduler, nodes) as mpi, _states(size) as states:
+            scheduler.on_rank = states.change
             if trace:
                 mpi.trace = scheduler.say
             for rank in range(size):
@@ -181,7 +180,6 @@ def simulate(
             # Threads that unwind after a hang do what they like.
             end.violations = [] if end.hang is not None else list(mpi.violations)
     finally:
-        states.restore()
         if collects:
             gc.enable()
     end.seconds, end.points, end.longest_rest = scheduler.now, scheduler.points, scheduler.longest_rest

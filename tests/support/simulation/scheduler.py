@@ -64,8 +64,8 @@ class Scheduler:
         self.points = 0
         self.longest_rest = 0.0  # For how long nobody could go on, at most
         self.threads: list[SimulatedThread] = []
-        self.on_rank: Callable[[int, int], None] = lambda before, after: None
-        """Called when the turn goes from a rank to another one."""
+        self.on_rank: Callable[[int], object] = bool
+        """Called with a rank that gets the turn from another one."""
         self.holds: list[tuple[int, int, float]] = []
         """After so many points a rank is held up for so long: by another program, by a signal. Sorted."""
         self.current: SimulatedThread | None = None
@@ -188,7 +188,7 @@ class Scheduler:
         if thread is not me:
             before, self.current = self.current, thread
             if before is None or before.rank != thread.rank:
-                self.on_rank(-1 if before is None else before.rank, thread.rank)
+                self.on_rank(thread.rank)
             thread.turn.release()
             if me is None:
                 return

@@ -101,7 +101,7 @@ def late(request: pytest.FixtureRequest, hvd: ModuleType) -> Iterator[Late]:
         patch.setattr(Loop, "_advance", host_work)
         # The inline allreduce takes tensors of the host before anybody asks where they are.
         patch.setattr(set_state, "inline", None)
-        patch.delitem(inline_allreduces, 0, raising=False)
+        patch.delitem(inline_allreduces.by_set, 0, raising=False)
         patch.setattr(executor, "_opening", None)
         knobs = dataclasses.replace(site.knobs, cuda_plane=request.param)
         patch.setattr(site, "knobs", knobs)

@@ -41,7 +41,7 @@ def way(request, hvd):
 def inline(hvd):
     """The inline allreduce of all ranks, open and not waiting after refusals."""
     for _ in range(MOST_CALLS):
-        way = inline_allreduces.get(0)
+        way = inline_allreduces.by_set.get(0)
         before = 0 if way is None else way.served
         hvd.allreduce_(torch.zeros(3), name="to open the inline allreduce")
         if way is not None and way.served > before:
@@ -218,7 +218,7 @@ def test_reduced_tensors_of_process_sets(hvd):
         if members.included():
             for _ in range(8):
                 assert hvd.allreduce_(torch.ones(3), op=hvd.Sum, name="set", process_set=members)[0] == 2
-            way = inline_allreduces.get(members.process_set_id)
+            way = inline_allreduces.by_set.get(members.process_set_id)
             assert way is None or way.served > 0
     finally:
         hvd.remove_process_set(members)
