@@ -6,9 +6,8 @@ Half of them with HVLIKE_OVERLAP=1, the way that ranks with cores to spare take.
 
 import pytest
 from support.fuzz.jobs import Job
-from support.fuzz.programs import Setting
+from support.fuzz.programs import KINDS, Setting
 from support.fuzz.run import Runner
-from support.fuzz.strategies import KINDS
 
 PROGRAMS = 16
 SEED = 20

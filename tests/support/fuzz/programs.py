@@ -10,6 +10,11 @@ if TYPE_CHECKING:
     from support.fuzz.training import Training
 
 
+KINDS = ("optimizer", "ddp", "zero", "zero alone")
+# Compiling takes seconds: by name only, a few programs a block.
+COMPILED = ("compiled optimizer", "compiled ddp", "compiled zero")
+# Two trainings at once.
+SEVERAL = ("in turn", "in threads")
 # Kinds that run twice: torch's own wrappers over hvlike's backend and over gloo; hvlike's DDP, and torch's over gloo.
 TORCH = ("torch ddp", "fsdp2", "ddp beside gloo")
 

@@ -21,8 +21,8 @@ from support.fuzz.jobs import Job
 from support.fuzz.judge import is_sound, judge
 from support.fuzz.oracle import simulate
 from support.fuzz.planted import PLANTS, planted
-from support.fuzz.programs import Program, Setting
-from support.fuzz.strategies import COMPILED, KINDS, SEVERAL, TORCH, programs
+from support.fuzz.programs import COMPILED, KINDS, SEVERAL, TORCH, Program, Setting
+from support.fuzz.strategies import programs
 
 BLOCK = 50
 COMPILED_BLOCK = 5

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from support.fuzz.changes import Add, Convert, Copy, Freeze, FreezeAll, Hook, Reload, Replace, Resize, Resume, Rewrap
 from support.fuzz.models import OTHER_DTYPES, PARTS, WITHOUT_PARAMETERS
 from support.fuzz.passes import EVERYWHERE, Evaluate, Pass
-from support.fuzz.programs import TORCH, Action, Program
+from support.fuzz.programs import KINDS, SEVERAL, TORCH, Action, Program
 from support.fuzz.steps import (
     Clip,
     ClosureStep,
@@ -62,7 +62,7 @@ class Draft:
         self.steady = self.scales or bool(self.options.get("static_graph")) or "in_backward" in self.options
         self.ranks_together = self.options.get("process_set", tuple(range(ranks)))
         self.resized = False
-        # Since the last step: something was thawed; and after that a rank was absent, so nothing may be frozen again.
+        # Since the last step: something was thawed; some ranks alone used it then, so nothing may be frozen again.
         self.thawed = self.stays_thawed = False
         self.optimizer = self.draw_optimizer()
 
@@ -222,6 +222,8 @@ class Draft:
             where += tuple(range(self.ranks)) if partial else ()
             if where:
                 unused.append((part, self.choose(*where)))
+        some = any(rank != EVERYWHERE for _, rank in unused)
+        self.stays_thawed |= some and self.thawed
         inside: tuple[tuple[int, bool], ...] = ()
         if not (self.steady or self.is_torch or "freeze" in self.without) and self.chance(5):
             inside = ((self.choose(*self.layers()), self.freezes(self.choose(True, False))),)
@@ -230,7 +232,7 @@ class Draft:
         whole = self.wraps_module or self.steady or {"sync batch norm", "lazy"} & set(self.parts) or self.ranks == 1
         if not whole and form != "by hand" and self.chance(8):
             absent = self.choose(*range(self.ranks))
-            self.stays_thawed = self.stays_thawed or self.thawed
+        self.stays_thawed |= (some or absent is not None) and self.thawed
         between: tuple[tuple[int, bool], ...] = ()
         steady = self.steady or self.is_torch or {"sync batch norm", "lazy"} & set(self.parts)
         # It makes its graph in backward, with what has been thawed since.
@@ -444,9 +446,4 @@ def programs(draw: Draw, kind: str, ranks: int, without: Collection[str] = ()) -
     return Draft(draw, kind, ranks, without).program()
 
 
-KINDS = ("optimizer", "ddp", "zero", "zero alone")
-# Compiling takes seconds: by name only, a few programs a block.
-COMPILED = ("compiled optimizer", "compiled ddp", "compiled zero")
-# Two trainings at once.
-SEVERAL = ("in turn", "in threads")
 PARTS_TO_COMPILE = ("linear", "shared", "tied", "scalar", "frozen", "batch norm", "channels last")
