@@ -61,7 +61,7 @@ class Draft:
         self.scales = self.chance(10) and not unscaled
         self.steady = self.scales or bool(self.options.get("static_graph")) or "in_backward" in self.options
         self.ranks_together = self.options.get("process_set", tuple(range(ranks)))
-        self.resized = False
+        self.resized = self.has_frozen = False
         # Since the last step: something was thawed; some ranks alone used it then, so nothing may be frozen again.
         self.thawed = self.stays_thawed = False
         self.optimizer = self.draw_optimizer()
@@ -257,7 +257,8 @@ class Draft:
 
     def freezes(self, wanted: bool) -> bool:
         """Whether to freeze, or to thaw. Never what some ranks alone have used since it was thawed; docs/recipes.md."""
-        frozen = wanted and not self.stays_thawed
+        frozen = wanted and not (self.stays_thawed or self.resized)
+        self.has_frozen |= frozen
         self.thawed = self.thawed or not frozen
         return frozen
 
@@ -347,8 +348,8 @@ class Draft:
         """Ways to give a parameter another shape, which optimizers without a state of their own bear."""
         if self.is_torch or self.options.get("op") == "adasum" or self.optimizer not in ("sgd", "decay"):
             return []
-        if self.kind == "zero alone":
-            # Plain torch refuses it where something has kept the graph, ZeRO does not.
+        if self.kind == "zero alone" or self.has_frozen:
+            # Plain torch refuses it where something has kept the graph; ZeRO has not, nor a wrapper that saw it frozen.
             return []
         return [Resize(number) for number, name in enumerate(self.parts) if name == "embedding"][:1]
 
