@@ -3,6 +3,9 @@
 A rank that is done (its program ended, or it called shutdown) tells rank 0 and stays reachable until all are. When some
 have left and others go on, rank 0 tells those who has left, and what needs the missing ranks fails with an error.
 Ranks that have left sleep; from time to time rank 0 reports where the others are.
+
+When all have left, a rank may still have messages to pass on, which it got before. So each stays until all have sent
+what they had to send: MPI may keep a send until its receiver takes it.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ from hvlike.collectives.requests.message_table import name_ranks
 from hvlike.errors import HorovodInternalError, PeerLeftError, ShutdownError, StalledError
 from hvlike.system.system import system
 from hvlike.transport.fabric import Fabric
-from hvlike.transport.loop.coroutine import Coroutine, Wait
+from hvlike.transport.loop.coroutine import Coroutine, Wait, complete
 from hvlike.transport.messages.traffic import Topic
 
 logger = logging.getLogger("hvlike")
@@ -73,7 +76,7 @@ class ShutdownBarrier:
         self._telling = False
         self._query = StatusQuery(lambda rank, asked: self._tell(rank, "where", asked), fabric.look_at)
         self._stalled: StalledError | None = None
-        self.all_left = False
+        self.all_left = self._lost = False
         fabric.channel.listen(Topic.SHUTDOWN, lambda rank, message, tensors: self._hear(rank, *message))
 
     def part(self, reason: str) -> None:
@@ -86,10 +89,16 @@ class ShutdownBarrier:
                 self._look_for_first_rank(system.monotonic() - began)
         if self._stalled is not None:
             raise self._stalled
+        if not self._lost:
+            barrier = loop.start(self._barrier(), wake=False)
+            loop.wait(lambda: barrier.done or self._lost)
+
+    def _barrier(self) -> Coroutine[None]:
+        yield from complete([self._world.comm.Ibarrier()])
 
     def lose(self) -> None:
         """A rank is lost: the others do not wait for all any more."""
-        self.all_left = True
+        self.all_left = self._lost = True
 
     def _is_over(self) -> bool:
         return self._stalled is not None or (self.all_left and self._fabric.channel.quiet)

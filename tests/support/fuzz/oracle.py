@@ -171,6 +171,8 @@ class SimulatedWorld:
                 wrapper.stand_in()
         wrapper.present, wrapper.divisor = None, self.size
         authority = max(rank for rank, count in enumerate(counts) if count == max(counts))
+        if training.program.kind == "ddp" and not any(each.requires_grad for each in training.network.parameters()):
+            authority = self.size - 1  # Nothing was reduced: no rank has missed anything
         self._take_over(training, authority)
 
     def _take_over(self, training: Training, authority: int) -> None:

@@ -25,6 +25,7 @@ from support.simulation.primitives import (
 )
 from support.simulation.scheduler import Hang, Scheduler
 from support.simulation.simulated_mpi import SimulatedMpi
+from support.simulation.sockets import Sockets
 
 from hvlike.system.system import states_of_process, system
 
@@ -84,28 +85,14 @@ def _states(ranks: int) -> Iterator[ProcessStates]:
         states.restore()
 
 
-class NoSockets:
-    """hvlike.transport.loop.socket_events.SocketEvents, where MPI's messages come another way: ranks poll."""
-
-    carry = paced = False
-    token = 0
-
-    def scan(self) -> None:
-        """Nothing is there."""
-
-    check_carry = close = scan
-
-    def send(self, token: int) -> None:
-        """Nobody sleeps on it."""
-
-
 @contextmanager
-def _installed(scheduler: Scheduler, nodes: Sequence[Sequence[int]]) -> Iterator[SimulatedMpi]:
+def _installed(scheduler: Scheduler, nodes: Sequence[Sequence[int]], *, shares_cores: bool) -> Iterator[SimulatedMpi]:
     """Let hvlike reach the simulation in the place of the system."""
     mpi = SimulatedMpi(scheduler, nodes)
     node_of = {rank: number for number, ranks in enumerate(nodes) for rank in ranks}
     memory = NodeMemory(scheduler, node_of)
-    core = {rank: frozenset([rank]) for rank in node_of}
+    core = {rank: frozenset([0 if shares_cores else rank]) for rank in node_of}
+    sockets = Sockets(scheduler, mpi)
     before = dict(vars(system))
     replaced: dict[str, Any] = {
         "monotonic": scheduler.clock,
@@ -119,14 +106,14 @@ def _installed(scheduler: Scheduler, nodes: Sequence[Sequence[int]]) -> Iterator
         "Condition": lambda: SimulatedCondition(scheduler),
         "Event": lambda: SimulatedEvent(scheduler),
         "cores": lambda: core[scheduler.rank],
-        "yield_core": lambda: scheduler.switch("yield"),
+        "yield_core": scheduler.give_way,
         "orders_stores": True,
         "semaphore": memory.semaphore,
         "words": memory.words,
         "private": memory.private,
         "make_offer": memory.make_offer,
         "accept": memory.accept,
-        "socket_events": NoSockets,
+        "socket_events": sockets.open,
         "mpi": lambda: mpi.module(scheduler.rank),
     }
     vars(system).update(replaced)
@@ -145,11 +132,14 @@ def simulate(
     points_per_switch: float = 20.0,
     most_seconds: float = math.inf,
     holds: Sequence[tuple[int, int, float]] = (),
+    shares_cores: bool = False,
+    prepare: Callable[[SimulatedMpi], object] = bool,
 ) -> JobEnd:
     """Run the program on every rank until all have ended, or nobody can go on.
 
     most_seconds: of virtual time, after which a job counts as one that never ends. Ranks that wait look around a few
-    times a second for ever. holds: after so many points that rank goes on no more, for so many seconds.
+    times a second for ever. holds: after so many points that rank goes on no more, for so many seconds. shares_cores:
+    all ranks have one core. prepare: may set attributes of the network.
     """
     import hvlike
 
@@ -163,7 +153,8 @@ def simulate(
     collects = gc.isenabled()
     gc.disable()
     try:
-        with _installed(scheduler, nodes) as mpi, _states(size) as states:
+        with _installed(scheduler, nodes, shares_cores=shares_cores) as mpi, _states(size) as states:
+            prepare(mpi)
             scheduler.on_rank = states.change
             if trace:
                 mpi.trace = scheduler.say

@@ -24,7 +24,7 @@ class SimulatedLock:
         """Take it."""
         self._scheduler.switch("lock")
         if self._held and blocking:
-            self._scheduler.block(self._is_free, _limit(self._scheduler, timeout), "waits for a lock")
+            self._scheduler.block(self._is_free, _limit(self._scheduler, timeout), "waits for a lock", self)
         if self._held:
             return False
         self._held = True
@@ -34,6 +34,7 @@ class SimulatedLock:
         """Give it back."""
         assert self._held, "a lock was released that nobody holds"
         self._held = False
+        self._scheduler.touch(self)
         self._scheduler.switch("unlock")
 
     def locked(self) -> bool:
@@ -76,13 +77,19 @@ class SimulatedRLock(SimulatedLock):
             super().release()
 
 
+class Waiting:
+    """A thread that waits to be notified."""
+
+    told = False
+
+
 class SimulatedCondition:
     """threading.Condition with a lock of its own."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
         self._lock = SimulatedRLock(scheduler)
-        self._waiting: list[list[bool]] = []
+        self._waiting: list[Waiting] = []
 
     def __enter__(self) -> bool:
         return self._lock.acquire()
@@ -92,16 +99,16 @@ class SimulatedCondition:
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait to be notified."""
-        told = [False]
-        self._waiting.append(told)
+        me = Waiting()
+        self._waiting.append(me)
         self._lock.release()
         try:
-            self._scheduler.block(lambda: told[0], _limit(self._scheduler, timeout), "waits to be notified")
+            self._scheduler.block(lambda: me.told, _limit(self._scheduler, timeout), "waits to be notified", me)
         finally:
-            if not told[0]:
-                self._waiting.remove(told)
+            if not me.told:
+                self._waiting.remove(me)
             self._lock.acquire()
-        return told[0]
+        return me.told
 
     def wait_for(self, predicate: Callable[[], Any], timeout: float | None = None) -> Any:
         """Wait until it holds."""
@@ -117,8 +124,9 @@ class SimulatedCondition:
 
     def notify(self, n: int = 1) -> None:
         """Wake some."""
-        for told in self._waiting[:n]:
-            told[0] = True
+        for each in self._waiting[:n]:
+            each.told = True
+            self._scheduler.touch(each)
         del self._waiting[:n]
 
     def notify_all(self) -> None:
@@ -140,6 +148,7 @@ class SimulatedEvent:
     def set(self) -> None:
         """Set it."""
         self._is_set = True
+        self._scheduler.touch(self)
         self._scheduler.switch("event")
 
     def clear(self) -> None:
@@ -148,7 +157,7 @@ class SimulatedEvent:
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until it is set."""
-        return self._scheduler.block(self.is_set, _limit(self._scheduler, timeout), "waits for an event")
+        return self._scheduler.block(self.is_set, _limit(self._scheduler, timeout), "waits for an event", self)
 
 
 class SimulatedSemaphore:
@@ -164,6 +173,7 @@ class SimulatedSemaphore:
     def post(self) -> int:
         """Add one."""
         self._count += 1
+        self._scheduler.touch(self)
         self._scheduler.switch("post")
         return 0
 
@@ -180,7 +190,7 @@ class SimulatedSemaphore:
     def wait(self, seconds: float) -> bool:
         """Sleep until there is one."""
         until = self._scheduler.now + seconds
-        if not self._scheduler.block(self._is_there, until, "sleeps on its doorbell"):
+        if not self._scheduler.block(self._is_there, until, "sleeps on its doorbell", self):
             return False
         self._count -= 1
         return True
@@ -209,6 +219,7 @@ def thread_class(scheduler: Scheduler) -> type[threading.Thread]:
             return self.simulated is not None and not self.simulated.ended
 
         def join(self, timeout: float | None = None) -> None:
-            scheduler.block(lambda: not self.is_alive(), _limit(scheduler, timeout), f"waits for thread {self.name}")
+            what = f"waits for thread {self.name}"
+            scheduler.block(lambda: not self.is_alive(), _limit(scheduler, timeout), what, self.simulated)
 
     return SimulatedThreadObject

@@ -19,9 +19,10 @@ from dataclasses import dataclass
 
 import torch
 from support.fuzz.planted import planted
-from support.simulation.job import JobEnd, simulate
+from support.simulation.job import JobEnd, Program, simulate
 from support.simulation.planted import PLANTS
 from support.simulation.programs import KINDS
+from support.simulation.simulated_mpi import SimulatedMpi
 
 MOST_SECONDS = 300.0
 # For so long all ranks may sleep at once, in jobs that nobody holds up: what is found at the next look around, after
@@ -39,6 +40,8 @@ class Draw:
     nodes: list[list[int]]
     points_per_switch: float
     holds: list[tuple[int, int, float]]
+    shares_cores: bool  # All ranks have one core
+    network: dict[str, bool | int]  # Attributes of the simulated MPI
 
     @classmethod
     def of(cls, seed: int, kinds: Sequence[str], ranks: range, nodes: range) -> Draw:
@@ -54,20 +57,39 @@ class Draw:
             (draw.randrange(20_000), draw.randrange(size), draw.choice([0.002, 0.05, 3.0]))
             for _ in range(draw.choice([0, 0, 1, 3]))
         ]
-        return cls(seed, kind, places, draw.choice([3.0, 10.0, 40.0, 200.0]), holds)
+        network: dict[str, bool | int] = {
+            "eager_limit": draw.choice([0, 4096, 4096, 65536, 262144]),
+            "senders_must_call": draw.random() < 0.5,
+            "roots_run_ahead": draw.random() < 0.5,
+            "sockets_tell": draw.random() < 0.7,
+        }
+        switches = draw.choice([3.0, 10.0, 40.0, 200.0])
+        return cls(seed, kind, places, switches, holds, draw.random() < 0.6, network)
 
-    def run(self, *, trace: bool = False) -> JobEnd:
-        """Run it."""
-        program = KINDS[self.kind].draw(self.seed, sum(map(len, self.nodes)))
+    @property
+    def program(self) -> Program:
+        """What its kind and seed decide."""
+        program: Program = KINDS[self.kind].draw(self.seed, sum(map(len, self.nodes)))
+        return program
+
+    def run(self, program: Program | None = None, *, trace: bool = False) -> JobEnd:
+        """Run it, with another program perhaps."""
         return simulate(
-            program,
+            program or self.program,
             self.nodes,
             self.seed,
             trace=trace,
             points_per_switch=self.points_per_switch,
             most_seconds=MOST_SECONDS,
             holds=self.holds,
+            shares_cores=self.shares_cores,
+            prepare=self.prepare,
         )
+
+    def prepare(self, mpi: SimulatedMpi) -> None:
+        """Set what the network does."""
+        for name, value in self.network.items():
+            setattr(mpi, name, value)
 
 
 def what_is_wrong(end: JobEnd, job: Draw) -> str | None:
@@ -124,7 +146,7 @@ def main(arguments: Sequence[str]) -> int:
             print("\n".join(end.story))
         if wrong:
             failed += 1
-            print(f"seed {seed}: {job}\n{KINDS[job.kind].draw(seed, sum(map(len, job.nodes)))}\n{wrong}\n", flush=True)
+            print(f"seed {seed}: {job}\n{job.program}\n{wrong}\n", flush=True)
             if failed == given.faults:
                 break
     seconds = time.monotonic() - began

@@ -4,17 +4,20 @@ Every simulated thread is a thread of the system, and waits on a lock of its own
 has the turn keeps it until it blocks, ends, or comes to a point (`switch`) at which the seed lets another one go on.
 Virtual time passes by a little at every point, and jumps to the next limit of time when nobody can go on.
 
-    ready     waits for the turn
-    blocked   waits for a condition, or for a moment of virtual time; whoever hands the turn on looks for it
-    ended     has returned, or has been taken out of the job
+    runnable   waits for the turn
+    blocked    waits for a condition, which is looked at when its key is touched, or for a moment of virtual time
+    ended      has returned, or has been taken out of the job
 """
 
 from __future__ import annotations
 
 import math
 import random
+import sys
 import threading
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Hashable
+from heapq import heappop, heappush
 
 TICK_SECONDS = 4e-6  # What passes at a point, or when somebody looks at the clock: Python takes about as long
 MOST_POINTS = 3_000_000  # After so many a job counts as one that never ends
@@ -31,17 +34,29 @@ class Hang(Exception):
 class SimulatedThread:
     """One thread of one rank."""
 
-    def __init__(self, number: int, rank: int, name: str) -> None:
-        self.number, self.rank, self.name = number, rank, name
+    def __init__(self, rank: int, name: str) -> None:
+        self.rank, self.name = rank, name
         self.turn = threading.Lock()
         self.turn.acquire()
-        self.condition: Callable[[], bool] | None = None
-        self.until = math.inf
+        self.condition: Callable[[], bool] | None = None  # While it is blocked
+        self.key: Hashable = None
+        self.blocks = 0  # How often it has been blocked: limits of time of earlier times do not count
         self.what = "has not begun"
+        self.ident = 0  # Of the thread of the system
         self.ended = False
         self.held_until = 0.0
         self.is_over = False
         """Its process is gone, or the job is over: it raises JobEnded when it has the turn."""
+
+    def stack(self) -> list[str]:
+        """Where it is, outermost first, without what belongs to the simulation."""
+        frame = sys._current_frames().get(self.ident)
+        places = [] if frame is None else traceback.extract_stack(frame)
+        return [
+            f"    {each.filename.rpartition('/hvlike/')[2]}:{each.lineno} {each.name}"
+            for each in places
+            if "/hvlike/" in each.filename
+        ]
 
     def __str__(self) -> str:
         return f"rank {self.rank} {self.name}"
@@ -75,6 +90,13 @@ class Scheduler:
         self._left = self._draw()
         self._trace = trace
         self._over = threading.Event()
+        self._living = 0
+        self._runnable: list[SimulatedThread] = []
+        self._blocked: dict[Hashable, list[SimulatedThread]] = {}  # By key
+        self._limits: list[tuple[float, int, SimulatedThread, int]] = []  # A heap
+        self._numbers = 0
+        self._unwinding: list[SimulatedThread] = []  # Are over, and have not ended yet
+        self._last_rank = -1
 
     # -- for the job ------------------------------------------------------------------------------
 
@@ -86,12 +108,15 @@ class Scheduler:
 
     def add(self, rank: int, name: str) -> SimulatedThread:
         """A thread that is to call `live` from a thread of the system; it begins when it gets its first turn."""
-        thread = SimulatedThread(len(self.threads), rank, name)
+        thread = SimulatedThread(rank, name)
         self.threads.append(thread)
+        self._runnable.append(thread)
+        self._living += 1
         return thread
 
     def live(self, thread: SimulatedThread, run: Callable[[], None]) -> None:
         """All that a thread does, in the thread of the system that stands for it."""
+        thread.ident = threading.get_ident()
         thread.turn.acquire()
         try:
             if not thread.is_over:
@@ -100,6 +125,10 @@ class Scheduler:
             pass
         finally:
             thread.ended = True
+            self._living -= 1
+            if thread.is_over:
+                self._unwinding.remove(thread)
+            self.touch(thread)
             self._hand_on(None)
 
     def run(self) -> None:
@@ -119,36 +148,63 @@ class Scheduler:
 
     def switch(self, what: str) -> None:
         """A point at which another thread may go on."""
-        me = self.current
-        if me is None:
-            return
         self.now += TICK_SECONDS
         self.points += 1
         self._left -= 1
         if self._left <= 0:
-            self._left = self._draw()
-            if self.points > MOST_POINTS or self.now > self._most_seconds:
-                self._note_hang(f"the job goes on after {self.points} points")
-                raise JobEnded
-            while self.holds and self.points >= self.holds[0][0]:
-                _, rank, seconds = self.holds.pop(0)
-                self.hold(rank, seconds)
-            me.what = what
-            self._hand_on(me)
+            self._pass_on(what)
 
-    def block(self, ready: Callable[[], bool], until: float | None, what: str) -> bool:
-        """Wait until the condition holds, or until a moment; whether it holds."""
+    def give_way(self) -> None:
+        """A point at which another thread goes on, if one can: who has waited has seen nothing new so far."""
+        self.now += TICK_SECONDS
+        self.points += 1
+        if self._runnable or self._left <= 1:
+            self._pass_on("yield")
+
+    def _pass_on(self, what: str) -> None:
+        me = self.current
+        self._left = self._draw()
+        if me is None:
+            return
+        if self.points > MOST_POINTS or self.now > self._most_seconds:
+            self._note_hang(f"the job goes on after {self.points} points")
+            raise JobEnded
+        while self.holds and self.points >= self.holds[0][0]:
+            _, rank, seconds = self.holds.pop(0)
+            self.hold(rank, seconds)
+        me.what = what
+        if not me.is_over:
+            self._runnable.append(me)
+        self._hand_on(me)
+
+    def block(self, ready: Callable[[], bool], until: float | None, what: str, key: Hashable = None) -> bool:
+        """Wait until the condition holds, or until a moment; whether it holds.
+
+        key: what is touched when the condition may have become true. None: it never does.
+        """
         me = self.current
         if me is None:
             assert ready(), f"{what} outside of the job"
             return True
         self.now += TICK_SECONDS
-        if ready():
-            return True
-        me.condition, me.until, me.what = ready, math.inf if until is None else until, what
-        self._hand_on(me)
-        me.condition = None
-        return ready()
+        while not ready():
+            if until is not None and until <= self.now:
+                return False
+            if me.is_over:
+                raise JobEnded
+            me.condition, me.key, me.what = ready, key, what
+            me.blocks += 1
+            self._blocked.setdefault(key, []).append(me)
+            if until is not None:
+                self._limit(me, until)
+            self._hand_on(me)
+        return True
+
+    def touch(self, key: Hashable) -> None:
+        """What some wait for may have come true."""
+        for thread in tuple(self._blocked.get(key, ())):
+            if thread.condition is not None and thread.condition():
+                self._unblock(thread)
 
     def clock(self) -> float:
         """Virtual seconds; to look at the clock takes some."""
@@ -168,9 +224,7 @@ class Scheduler:
     def lose(self, rank: int) -> None:
         """The process of a rank is gone: none of its threads goes on."""
         self.say(f"rank {rank} is lost")
-        for thread in self.threads:
-            if thread.rank == rank:
-                thread.is_over = True
+        self._end([each for each in self.threads if each.rank == rank])
         if self.current is not None and self.current.rank == rank:
             raise JobEnded
 
@@ -186,8 +240,9 @@ class Scheduler:
             self._over.set()
             return
         if thread is not me:
-            before, self.current = self.current, thread
-            if before is None or before.rank != thread.rank:
+            self.current = thread
+            if thread.rank != self._last_rank:
+                self._last_rank = thread.rank
                 self.on_rank(thread.rank)
             thread.turn.release()
             if me is None:
@@ -197,36 +252,63 @@ class Scheduler:
             raise JobEnded
 
     def _choose(self) -> SimulatedThread | None:
-        while True:
-            living = [each for each in self.threads if not each.ended]
-            if not living:
-                return None
-            over = [each for each in living if each.is_over]
-            if over:
-                # They only have to unwind.
-                return over[0]
-            able = [each for each in living if self._can_go_on(each)]
-            if able:
-                return able[0] if len(able) == 1 else self.random.choice(able)
-            moments = [max(each.until, each.held_until) for each in living if each.until < math.inf]
-            moments += [each.held_until for each in living if each.held_until > self.now]
-            if not moments:
+        runnable, limits = self._runnable, self._limits
+        while self._living:
+            if self._unwinding:
+                return self._unwinding[0]
+            while limits and limits[0][0] <= self.now:
+                _, _, thread, blocks = heappop(limits)
+                if thread.blocks == blocks and thread.condition is not None:
+                    self._unblock(thread)
+            if runnable:
+                place = int(self.random.random() * len(runnable)) if len(runnable) > 1 else 0
+                thread = runnable[place]
+                runnable[place] = runnable[-1]
+                runnable.pop()
+                if thread.held_until <= self.now:
+                    return thread
+                thread.condition, thread.key = _never, None
+                thread.blocks += 1
+                self._blocked.setdefault(None, []).append(thread)
+                self._limit(thread, thread.held_until)
+            elif limits:
+                next_moment, _, thread, blocks = limits[0]
+                if thread.blocks == blocks and thread.condition is not None:
+                    self.longest_rest = max(self.longest_rest, next_moment - self.now)
+                    self.now = max(self.now, next_moment) + TICK_SECONDS
+                else:
+                    heappop(limits)
+            else:
                 self._note_hang("nobody can go on")
-                continue
-            next_moment = min(moments)
-            self.longest_rest = max(self.longest_rest, next_moment - self.now)
-            self.now = max(self.now, next_moment) + TICK_SECONDS
+        return None
 
-    def _can_go_on(self, thread: SimulatedThread) -> bool:
-        if thread.held_until > self.now:
-            return False
-        return thread.condition is None or thread.until <= self.now or thread.condition()
+    def _limit(self, thread: SimulatedThread, until: float) -> None:
+        self._numbers += 1
+        heappush(self._limits, (until, self._numbers, thread, thread.blocks))
+
+    def _unblock(self, thread: SimulatedThread) -> None:
+        waiting = self._blocked[thread.key]
+        waiting.remove(thread)
+        if not waiting:
+            del self._blocked[thread.key]
+        thread.condition = None
+        self._runnable.append(thread)
+
+    def _end(self, threads: list[SimulatedThread]) -> None:
+        """They unwind, and do nothing else."""
+        for thread in threads:
+            if not (thread.ended or thread.is_over):
+                thread.is_over = True
+                if thread.condition is not None:
+                    self._unblock(thread)
+                if thread in self._runnable:
+                    self._runnable.remove(thread)
+                self._unwinding.append(thread)
 
     def _note_hang(self, why: str) -> None:
-        lines = [f"{each}: {each.what}" for each in self.threads if not each.ended]
+        lines = [line for each in self.threads if not each.ended for line in (f"{each}: {each.what}", *each.stack())]
         self.hang = self.hang or f"{why} at {self.now:.6f} s\n" + "\n".join(lines)
-        for each in self.threads:
-            each.is_over = True
+        self._end(self.threads)
 
 
 def _never() -> bool:

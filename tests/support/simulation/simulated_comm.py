@@ -258,6 +258,10 @@ class Intracomm(Comm):
     # -- new communicators --------------------------------------------------------------------------
 
     @mpi_call
+    def Ibarrier(self) -> Request:
+        return self._join(Part("Ibarrier", lambda: None, lambda collective: None))
+
+    @mpi_call
     def Idup(self) -> tuple[Intracomm, Request]:
         copy = Intracomm(self.network, self.owner, None)
 

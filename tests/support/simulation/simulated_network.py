@@ -46,12 +46,15 @@ class Scheduler(Protocol):
     def switch(self, what: str) -> None:
         """Perhaps let other threads go on first."""
 
-    def block(self, ready: Callable[[], bool], until: float | None, what: str) -> bool:
+    def block(self, ready: Callable[[], bool], until: float | None, what: str, key: Hashable = None) -> bool:
         """Let other threads go on until `ready()` holds or, at the latest, it is `until`; returns ready's last answer.
 
-        `ready` is asked by whatever thread runs, after something has happened. `now` is at least `until` afterwards
-        where that was why it ended.
+        `ready` is asked by whatever thread runs, after `key` was touched. `now` is at least `until` afterwards where
+        that was why it ended.
         """
+
+    def touch(self, key: Hashable) -> None:
+        """What those wait for who have blocked with this key may have come true."""
 
 
 class ProcessEnded(BaseException):
@@ -159,6 +162,8 @@ class Network:
         self.roots_run_ahead = False
         """Whether the root of a small broadcast, and who only gives to a gather, go on before the others have called:
         MPI allows both. Else a collective ends nowhere before all have called it."""
+        self.sockets_tell = False
+        """Whether messages between nodes come over sockets on which a rank can sleep."""
         self.thread_level = THREAD_SERIALIZED
         """What MPI supports. Below THREAD_MULTIPLE two threads of a rank must not be in calls at the same time."""
         self.trace: Callable[[str], None] | None = None
@@ -202,6 +207,8 @@ class Network:
         what waits for it, is ever over. Its threads must not run any more.
         """
         self.lost_at.setdefault(rank, self.scheduler.now)
+        for endpoint in self.endpoints:
+            self.scheduler.touch(endpoint)
         self.tell("lost", f"rank {rank}")
 
     def is_lost(self, rank: int, when: float = NEVER) -> bool:
@@ -230,7 +237,13 @@ class Network:
         if buffered_at == now:
             message.read()
         self.tell("sent", message)
-        heappush(self.endpoints[ends[1]].arriving, (arrival, message.number, message))
+        receiver = self.endpoints[ends[1]]
+        heappush(receiver.arriving, (arrival, message.number, message))
+        if self.node_of[ends[0]] != self.node_of[ends[1]]:
+            receiver.wire(arrival)
+            if now < buffered_at < NEVER:
+                self.endpoints[ends[0]].wire(buffered_at)
+        self.scheduler.touch(receiver)
         return message
 
     def match(self, message: Message, request: ReceiveRequest) -> None:
@@ -242,7 +255,11 @@ class Network:
             request.land()
         elif self.senders_must_call:
             when = now + self.delay(message.sender, message.receiver)
-            heappush(self.endpoints[message.sender].asked, (when, message.number, message, request))
+            sender = self.endpoints[message.sender]
+            heappush(sender.asked, (when, message.number, message, request))
+            if self.node_of[message.sender] != self.node_of[message.receiver]:
+                sender.wire(when)
+            self.scheduler.touch(sender)
         else:
             self.transfer(message, request)
 
@@ -252,6 +269,11 @@ class Network:
         message.read()
         message.left_at, request.due = (self.scheduler.now + self.delay(*ends) for _ in range(2))
         self.endpoints[ends[1]].landing.append(request)
+        if self.node_of[ends[0]] != self.node_of[ends[1]]:
+            self.endpoints[ends[0]].wire(message.left_at)
+            self.endpoints[ends[1]].wire(request.due)
+        for each in ends:
+            self.scheduler.touch(self.endpoints[each])
 
     def wait(self, request: Request, what: str) -> None:
         """Block until the request is over, and have MPI go on with everything of this rank meanwhile."""
@@ -263,7 +285,7 @@ class Network:
         while not request.has_ended():
             until = soonest()
             ready = functools.partial(_is_ready, request, soonest, until)
-            self.scheduler.block(ready, until if until < NEVER else None, f"mpi.{what}")
+            self.scheduler.block(ready, until if until < NEVER else None, f"mpi.{what}", endpoint)
             endpoint.progress()
 
 
@@ -284,6 +306,8 @@ class Endpoint:
         self.asked: list[tuple[float, int, Message, ReceiveRequest]] = []
         """A heap of messages of this rank that were matched, whose bytes leave when it calls MPI."""
         self.landing: list[Request] = []  # What is over once it is due
+        self._events: list[float] = []
+        """A heap: when a socket to another node tells of something; of each once, as edge-triggered epoll(7) does."""
         self._unexpected: dict[int, list[Message]] = {}  # By communicator
         self._posted: dict[int, list[ReceiveRequest]] = {}
 
@@ -305,6 +329,22 @@ class Endpoint:
     def next_event(self) -> float:
         """When something arrives that a call would take in."""
         return min(self.arriving[0][0] if self.arriving else NEVER, self.asked[0][0] if self.asked else NEVER)
+
+    def wire(self, when: float) -> None:
+        """A socket to another node will tell of something then: bytes, or room to write."""
+        heappush(self._events, when)
+
+    def next_told(self) -> float:
+        """When the next socket tells of something that `take_events` has not taken."""
+        return self._events[0] if self._events else NEVER
+
+    def take_events(self) -> bool:
+        """What sockets have told until now, and whether that is anything; they tell of it no more."""
+        now, found = self.network.scheduler.now, False
+        while self._events and self._events[0] <= now:
+            heappop(self._events)
+            found = True
+        return found
 
     def post(self, request: ReceiveRequest) -> None:
         message = self.find(request.context, request.source, request.tag, take=True)

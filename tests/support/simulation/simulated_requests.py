@@ -256,7 +256,11 @@ class Collective:
             self.result = self._conclude([self.values[position] for position in positions])
             network.tell("joined", f"{self._name}: {request.part.called}")
         request.due = network.scheduler.now + network.delay(*self._ends)
-        network.endpoints[request.owner].landing.append(request)
+        endpoint = network.endpoints[request.owner]
+        endpoint.landing.append(request)
+        if self._ends[0] != self._ends[1]:
+            endpoint.wire(request.due)
+        network.scheduler.touch(endpoint)
 
 
 class CollectiveRequest(Request):

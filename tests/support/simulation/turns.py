@@ -51,7 +51,10 @@ class Turns:
     def switch(self, what: str) -> None:
         self.block(lambda: True, None, what)
 
-    def block(self, ready: Callable[[], bool], until: float | None, what: str) -> bool:
+    def touch(self, key: object) -> None:
+        """Nothing: all conditions are looked at each time."""
+
+    def block(self, ready: Callable[[], bool], until: float | None, what: str, key: object = None) -> bool:
         me = self._current
         self._waiting[me] = ready, until, what
         self._pass_on()

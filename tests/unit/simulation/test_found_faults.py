@@ -1,0 +1,14 @@
+"""Faults that simulated jobs have found, each with a job that showed it."""
+
+from support.simulation.programs import Mistaken
+from support.simulation.run import Draw, what_is_wrong
+
+
+def test_a_rank_that_is_held_up_at_the_end_passes_on_what_it_got() -> None:
+    """Rank 2 hears of errors by rank 1, which has left and stands still while the others leave. No message is buffered:
+    a send ends when its receiver takes it.
+    """
+    program, nodes = Mistaken(["leaves"], [1]), [[0], [1, 2]]
+    for points in (4920, 6360, 7000, 8000, 9920):
+        job = Draw(35, "mistakes", nodes, 40.0, [(points, 1, 3.0)], False, {"eager_limit": 0})
+        assert what_is_wrong(job.run(program), job) is None, points
