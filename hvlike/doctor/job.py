@@ -303,7 +303,10 @@ def check_start(case: Case, finding: Finding) -> None:
     finding.note("init() and shutdown() work")
     for way, ranks in by_value(enumerate(known(job.running))):
         if way == machine.SHM_FOLDER:
-            advice = "Memory without a name is refused: let the ranks see each other's processes (one PID namespace)."
+            advice = (
+                "Memory without a name is refused: let the ranks see each other's processes (one PID namespace; with "
+                "Apptainer `exec --sharens`)."
+            )
             finding.warn(f"{ranks} share memory through files in /dev/shm", advice)
         else:
             finding.note(f"{ranks} share memory without a name" if way else f"{ranks}: nobody to share memory with")

