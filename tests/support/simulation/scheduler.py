@@ -40,8 +40,10 @@ class SimulatedThread:
         self.what = "has not begun"
         self.ended = False
         self.held_until = 0.0
+        self.is_lost = False
+        """Its process is gone: it does nothing any more, and unwinds when all others have ended."""
         self.is_over = False
-        """Its process is gone, or the job is over: it raises JobEnded when it has the turn."""
+        """The job is over: it raises JobEnded when it has the turn."""
 
     def __str__(self) -> str:
         return f"rank {self.rank} {self.name}"
@@ -68,6 +70,8 @@ class Scheduler:
         """Called with a rank that gets the turn from another one."""
         self.holds: list[tuple[int, int, float]] = []
         """After so many points a rank is held up for so long: by another program, by a signal. Sorted."""
+        self.events: list[tuple[int, Callable[[], object]]] = []
+        """What is called after so many points, by whoever has the turn. Sorted."""
         self.current: SimulatedThread | None = None
         self.hang: str | None = None
         self._most_seconds = most_seconds
@@ -134,6 +138,8 @@ class Scheduler:
                 _, rank, seconds = self.holds.pop(0)
                 self.hold(rank, seconds)
             me.what = what
+            while self.events and self.points >= self.events[0][0]:
+                self.events.pop(0)[1]()
             self._hand_on(me)
 
     def block(self, ready: Callable[[], bool], until: float | None, what: str) -> bool:
@@ -170,9 +176,9 @@ class Scheduler:
         self.say(f"rank {rank} is lost")
         for thread in self.threads:
             if thread.rank == rank:
-                thread.is_over = True
+                thread.is_lost = True
         if self.current is not None and self.current.rank == rank:
-            raise JobEnded
+            self._hand_on(self.current)
 
     # -- the turn ---------------------------------------------------------------------------------
 
@@ -198,9 +204,9 @@ class Scheduler:
 
     def _choose(self) -> SimulatedThread | None:
         while True:
-            living = [each for each in self.threads if not each.ended]
+            living = [each for each in self.threads if not (each.ended or each.is_lost)]
             if not living:
-                return None
+                return self._next_lost()
             over = [each for each in living if each.is_over]
             if over:
                 # They only have to unwind.
@@ -222,8 +228,15 @@ class Scheduler:
             return False
         return thread.condition is None or thread.until <= self.now or thread.condition()
 
+    def _next_lost(self) -> SimulatedThread | None:
+        """A thread of a process that is gone, which has to unwind."""
+        lost = [each for each in self.threads if not each.ended]
+        for each in lost:
+            each.is_over = True
+        return lost[0] if lost else None
+
     def _note_hang(self, why: str) -> None:
-        lines = [f"{each}: {each.what}" for each in self.threads if not each.ended]
+        lines = [f"{each}: {each.what}" for each in self.threads if not (each.ended or each.is_lost)]
         self.hang = self.hang or f"{why} at {self.now:.6f} s\n" + "\n".join(lines)
         for each in self.threads:
             each.is_over = True
