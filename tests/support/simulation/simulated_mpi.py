@@ -44,8 +44,8 @@ LIBRARY_VERSION = "Simulated MPI 1.0"
 class SimulatedMpi(Network):
     """MPI of a whole job. See Network for what can be set before the job runs."""
 
-    def __init__(self, scheduler: Scheduler, nodes: Sequence[Sequence[int]]) -> None:
-        """nodes: the ranks that share memory, of each node."""
+    def __init__(self, scheduler: Scheduler, nodes: Sequence[Sequence[int]], *, outlives: bool = False) -> None:
+        """nodes: the ranks that share memory, of each node. outlives: whether there is ULFM."""
         super().__init__(scheduler, nodes)
         self.world = self.new_context(range(self.size), "MPI_COMM_WORLD")
         self._modules = [SimulatedModule(self, rank) for rank in range(self.size)]
