@@ -59,6 +59,9 @@ class JobEnd:
     """How a job has ended."""
 
     ranks: list[Outcome]
+    nodes: int = 1
+    held: float = 0.0  # For how many seconds ranks were held up
+    judge: Callable[[JobEnd], str | None] | None = None  # The program's own: why the job has not ended as it should
     hang: str | None = None
     seconds: float = 0.0  # Virtual
     points: int = 0
@@ -211,7 +214,12 @@ def simulate(
     # All of it: what belongs to a rank is known then.
     dir(hvlike.init)
     size = sum(map(len, nodes))
-    end = JobEnd([Outcome() for _ in range(size)])
+    end = JobEnd(
+        [Outcome() for _ in range(size)],
+        len(nodes),
+        sum(seconds for *_, seconds in holds),
+        getattr(program, "judge", None),
+    )
     note = end.story.append if trace else None
     scheduler = Scheduler(seed, points_per_switch=points_per_switch, trace=note, most_seconds=most_seconds)
     scheduler.holds = sorted(holds)

@@ -67,6 +67,7 @@ class Draw:
             points_per_switch=self.points_per_switch,
             most_seconds=MOST_SECONDS,
             holds=self.holds,
+            **(program.options() if hasattr(program, "options") else {}),
         )
 
 
@@ -74,6 +75,8 @@ def what_is_wrong(end: JobEnd, job: Draw) -> str | None:
     """Why a job has not ended as it should; None if it has."""
     if end.violations:
         return "MPI was used wrongly: " + "; ".join(end.violations)
+    if end.judge is not None:
+        return end.judge(end)
     for rank, outcome in enumerate(end.ranks):
         if outcome.error is not None:
             return f"rank {rank}: {outcome.trace}"
