@@ -275,6 +275,8 @@ class Context:
         if self.world.job is not None:
             self.lost |= errors
             self._shutdown_barrier.lose()
+        else:
+            self.fabric.loop.start(self._shutdown_barrier.fail(next(iter(errors.values()))), wake=False)
         self._part(errors)
 
     def _part(self, errors: dict[int, HorovodInternalError]) -> None:
