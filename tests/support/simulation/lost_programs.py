@@ -114,7 +114,7 @@ class Lost:
             expect(found, torch.full((3,), size * (size - 1) / 2), f"rank {rank}: inline")
         elif step == "train":
             optimizer.zero_grad()
-            loss_of(model, number, rank).backward()
+            loss_of(model, number, rank).backward()  # type: ignore[no-untyped-call]
             optimizer.step()
         elif step == "barrier":
             hvd.barrier()
@@ -127,8 +127,8 @@ class Lost:
             return f"it hangs: {end.hang}"
         for rank, outcome in enumerate(end.ranks):
             error = type(outcome.error).__name__
-            allowed = {Failure: ("raises",), SystemExit: ("exits",)}.get(type(outcome.error), ())
-            if outcome.error is None or (rank == self.culprit and self.way in allowed):
+            own = {"raises": "Failure", "exits": "SystemExit"}.get(self.way) if rank == self.culprit else None
+            if outcome.error is None or error == own:
                 continue
             # Of a lost rank shutdown() tells, too.
             is_told = self.reaction == "raise" or self.way == "killed"

@@ -5,6 +5,7 @@
     join       ranks with different numbers of inputs, by Join and by hvd.join()
     mistakes   operations that differ between the ranks, or that a rank leaves for good
     lost       a rank that is killed, fails or leaves (lost_programs.py)
+    elastic    ranks that are lost under fault tolerance, and the others go on (elastic_programs.py)
 
 Every rank checks its own values against arithmetic, and raises AssertionError.
 """
@@ -284,4 +285,4 @@ class Elsewhere:
 
 
 KINDS: dict[str, Any] = {"named": Named, "planned": Planned, "join": Uneven, "mistakes": Mistaken}
-KINDS["lost"] = Elsewhere("lost_programs", "Lost")
+KINDS |= {"lost": Elsewhere("lost_programs", "Lost"), "elastic": Elsewhere("elastic_programs", "Elastic")}
