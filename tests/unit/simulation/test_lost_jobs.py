@@ -90,3 +90,19 @@ def test_shutdown_does_not_wait_for_a_lost_rank(culprit: int) -> None:
     assert endings(end)[2] in ("PeerLeftError", "killed")
     assert end.aborted in ((2, 1), (1 - culprit, 1))
     assert max(end.gone.values()) < 8.0
+
+
+@pytest.mark.parametrize("later", [20, 170])
+def test_inline_operations_end_when_the_first_rank_is_lost_before_its_answer(later: int) -> None:
+    """Rank 2 waited for that answer for 30 s, without a look at who is lost."""
+
+    def program(hvd: Any, rank: int) -> None:
+        hvd.init()
+        for _ in range(30):
+            hvd.allreduce(torch.ones(3))
+        hvd.shutdown()
+
+    kills = [Kill(2500, 1), Kill(2500 + later, 0)]
+    end = simulate(program, [[0, 1, 2]], 1, kills=kills, launcher_seconds=1000.0, points_per_switch=1.5)
+    assert endings(end) == ["killed", "killed", "PeerLeftError"]
+    assert end.gone[2] < 8.0
