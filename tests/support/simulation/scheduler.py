@@ -91,6 +91,8 @@ class Scheduler:
     def add(self, rank: int, name: str) -> SimulatedThread:
         """A thread that is to call `live` from a thread of the system; it begins when it gets its first turn."""
         thread = SimulatedThread(len(self.threads), rank, name)
+        # One that is started while its starter unwinds has no life of its own.
+        thread.is_over = self.current is not None and self.current.is_over
         self.threads.append(thread)
         return thread
 
