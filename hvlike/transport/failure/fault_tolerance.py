@@ -204,7 +204,11 @@ class Job:
     def adopt(self, comm: Any) -> Any:
         """Have `comm` revoked with the others; returns what to use in its place."""
         comm.Set_errhandler(self.mpi.ERRORS_RETURN)
-        adopted = Communicator(self.mpi, comm, self.adopt)
+        return self._adopt(comm)
+
+    def _adopt(self, comm: Any) -> Communicator:
+        # One that is being made must not be used yet; it inherits the error handler.
+        adopted = Communicator(self.mpi, comm, self._adopt)
         self._made.append(adopted)
         return adopted
 
