@@ -44,7 +44,7 @@ class InlineEngine:
         self.queue = queue
         self._rank = rank
         self._size = size
-        self._spin = fabric.spin
+        self._spin, self._loop = fabric.spin, fabric.loop
         bells = [Doorbell(segment, each, fabric.fence) for each in range(size)]
         self._bell = bells[rank]
         self.others = [bell for each, bell in enumerate(bells) if each != rank]
@@ -82,7 +82,7 @@ class InlineEngine:
     def wait(self, index: int) -> bool:
         """Wait for the answer about operation number `index`, which this rank has offered; WAIT_SECONDS at most.
 
-        Raises: HorovodInternalError when the first rank has stopped in the middle of its answer.
+        Raises: HorovodInternalError when the first rank is lost, or was stopped, in the middle of its answer.
         """
         answer: bool | None = None
         self.wake()
@@ -133,10 +133,17 @@ class InlineEngine:
     def _withdraw(self, index: int) -> bool:
         answer = self.board.withdraw(index)
         self.wake()
-        until = system.monotonic() + _HEAD_SECONDS
+        began = system.monotonic()
+        until = began + _HEAD_SECONDS
         while answer is None:
             # The head is about to decide, or waits for a rank that is between two statements.
-            system.sleep(0)
+            if system.monotonic() < began + WAIT_SECONDS:
+                system.sleep(0)
+            else:
+                # Or one of them is lost there: the loop notices that.
+                self._loop.wait(lambda: self.queue.broken is not None, _NAP_SECONDS)
+                if self.queue.broken is not None:
+                    raise self.queue.broken
             answer = self.board.look(index)
             if answer is None and system.monotonic() > until:
                 raise HorovodInternalError(

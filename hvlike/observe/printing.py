@@ -22,10 +22,12 @@ import sys
 import threading
 import time
 import traceback
-from _thread import allocate_lock, start_new_thread
+from _thread import allocate_lock
 from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any
+
+from hvlike.system.system import system
 
 REPORT_SECONDS = 5.0  # That streams of the program get, to take a report or to be flushed
 _DESCRIPTOR_SECONDS = 1.0  # For a pipe that is full
@@ -79,7 +81,7 @@ def bounded(action: Callable[[], object], seconds: float) -> bool:
             over.release()
 
     with contextlib.suppress(BaseException):
-        start_new_thread(run, ())
+        system.start_thread(run, ())
         return over.acquire(timeout=seconds)
     return False
 

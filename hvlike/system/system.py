@@ -9,12 +9,15 @@ What belongs to a rank, and lives as long as its process, is held by objects tha
 
 from __future__ import annotations
 
+import _thread
+import atexit
 import os
 import platform
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
 
 from hvlike.system import mapped_memory
 from hvlike.system.mapped_memory import Offer, Segment, SegmentOffer
@@ -31,6 +34,14 @@ def _cores() -> frozenset[int]:
     return frozenset(os.sched_getaffinity(0))
 
 
+def _process_status(process: int) -> dict[str, str]:
+    try:
+        lines = Path(f"/proc/{process}/status").read_text().splitlines()
+    except OSError:
+        return {}
+    return {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}
+
+
 class System:
     """See the head of this file. The instance is `system`."""
 
@@ -43,12 +54,19 @@ class System:
         self.sleep: Callable[[float], None] = time.sleep
 
         self.Thread: type[threading.Thread] = threading.Thread
+        self.start_thread: Callable[..., int] = _thread.start_new_thread
         self.Lock: Callable[[], threading.Lock] = threading.Lock
         self.RLock: Callable[[], threading.RLock] = threading.RLock
         self.Condition: Callable[[], threading.Condition] = threading.Condition
         self.Event: Callable[[], threading.Event] = threading.Event
 
         self.process: Callable[[], int] = os.getpid
+        self.kill: Callable[[int, int], None] = os.kill
+        self.process_status: Callable[[int], dict[str, str]] = _process_status
+        """What /proc says of a process, by name; empty if it cannot be seen."""
+        self.at_exit: Callable[..., Any] = atexit.register
+        self.not_at_exit: Callable[[Any], None] = atexit.unregister
+        self.exit_now: Callable[[int], NoReturn] = os._exit
         self.cores: Callable[[], frozenset[int]] = _cores  # That this process may use
         self.yield_core: Callable[[], None] = os.sched_yield
         self.orders_stores = platform.machine() in ("x86_64", "AMD64", "i686")
@@ -62,8 +80,9 @@ class System:
         self.make_offer: Callable[[int, int], SegmentOffer | None] = mapped_memory.make_offer
         self.accept: Callable[[Offer], Segment | None] = mapped_memory.accept
 
-        # Where a rank is no process, and nothing watches its end: what stands for SocketEvents and for mpi4py.MPI.
+        # Where a rank is no process: what stands for SocketEvents, for FirstReport and for mpi4py.MPI.
         self.socket_events: Callable[[], Any] | None = None
+        self.first_report: Callable[[], Any] | None = None
         self.mpi: Callable[[], Any] | None = None
 
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, cast
 from hvlike.errors import LaunchError, UsageError, WrongTypeError
 from hvlike.system.system import system
 from hvlike.transport.failure import fault_tolerance, guard
-from hvlike.transport.failure.fault_tolerance import Job
+from hvlike.transport.failure.fault_tolerance import RUNNING, Job
 from hvlike.transport.failure.fault_tolerant_comm import failed_ranks
 from hvlike.transport.failure.forked_child import watch_forks
 from hvlike.transport.failure.loss_watch import LossWatch
@@ -112,8 +112,7 @@ class World(topology.Topology):
                 )
         finally:
             # From here on, and above all when this failed: a rank that ends must not leave the others in their init().
-            if system.mpi is None:
-                guard.watch_start()
+            guard.watch_start()
 
     @property
     def on_first_node(self) -> bool:
@@ -258,7 +257,7 @@ def _begin_job(
         source = _check_comm(mpi, comm)
         job = Job(mpi, _make_private(mpi, source) if isinstance(source, tuple) else source, spares)
         LossWatch(job.neighbours, guard.give_up)
-    Job.current = job
+    RUNNING.job = job
     made = []
 
     def connect() -> None:

@@ -59,6 +59,7 @@ class MissingRanksReport:
 
 
 GRACE_SECONDS = 0.5  # Ranks that end together are this close; only a longer absence is announced
+FAIL_SECONDS = 1.0  # What was sent before a process was gone has come by then
 EXIT, SHUTDOWN = "exit", "shutdown"
 
 
@@ -75,20 +76,20 @@ class ShutdownBarrier:
         self._told: set[int] = set()
         self._telling = False
         self._query = StatusQuery(lambda rank, asked: self._tell(rank, "where", asked), fabric.look_at)
-        self._stalled: StalledError | None = None
+        self._error: HorovodInternalError | None = None
         self.all_left = self._lost = False
         fabric.channel.listen(Topic.SHUTDOWN, lambda rank, message, tensors: self._hear(rank, *message))
 
     def part(self, reason: str) -> None:
-        """Say that this rank is done, and sleep until all are. Raises: StalledError past the limit."""
+        """Say that this rank is done, and sleep until all are. Raises: StalledError past the limit, what `fail` got."""
         loop = self._fabric.loop
         loop.post(lambda: self._tell(0, "left", reason), wake=False)
         began = system.monotonic()
         while not loop.wait(self._is_over, self._limits.shortest):
             if self._world.rank != 0:
                 self._look_for_first_rank(system.monotonic() - began)
-        if self._stalled is not None:
-            raise self._stalled
+        if self._error is not None:
+            raise self._error
         if not self._lost:
             barrier = loop.start(self._barrier(), wake=False)
             loop.wait(lambda: barrier.done or self._lost)
@@ -100,8 +101,19 @@ class ShutdownBarrier:
         """A rank is lost: the others do not wait for all any more."""
         self.all_left = self._lost = True
 
+    def fail(self, error: HorovodInternalError) -> Coroutine[None]:
+        """A rank is lost, and nothing goes on without it: who waits for all gets this error. In the loop."""
+        until = system.monotonic() + FAIL_SECONDS
+        while system.monotonic() < until:
+            # That all have left may be on its way: then this rank has only ended before.
+            yield Wait.NOTIFY
+        if self.all_left:
+            self._lost = True
+        else:
+            self._error = error
+
     def _is_over(self) -> bool:
-        return self._stalled is not None or (self.all_left and self._fabric.channel.quiet)
+        return self._error is not None or (self.all_left and self._fabric.channel.quiet)
 
     def _look_for_first_rank(self, waited: float) -> None:
         loop, query = self._fabric.loop, self._query
@@ -114,7 +126,7 @@ class ShutdownBarrier:
             f"Rank 0, which knows for whom, does not answer; {self._fabric.look_at(0)}"
         ).removesuffix("; ")
         # A rank 0 that was only busy has answered before.
-        self._stalled = self._limits.judge(text, waited, min(waited, query.asked - query.heard_at(0)))
+        self._error = self._limits.judge(text, waited, min(waited, query.asked - query.heard_at(0)))
 
     def _missing(self) -> list[int]:
         return [rank for rank in range(self._world.size) if rank not in self._left]
@@ -143,7 +155,7 @@ class ShutdownBarrier:
         elif what == "here":
             self._query.hear(rank, value)
         elif what == "stalled":
-            self._stalled = value
+            self._error = value
 
     def _tell_the_rest(self) -> Coroutine[None]:
         """On rank 0, while some have left and others have not."""

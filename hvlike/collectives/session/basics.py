@@ -54,6 +54,11 @@ def shutdown() -> None:
 
     Collective in effect: unfinished operations of other ranks fail with ShutdownError. Blocks until all ranks have
     called it or ended. MPI itself stays up: it can be started only once in a process.
+
+    Raises:
+        PeerLeftError: The process of another rank was lost, and the launcher has not ended the job.
+        StalledError: Other ranks have not come for HVLIKE_STALL_SHUTDOWN_TIME_SECONDS.
+
     Source: horovod.torch.shutdown.
     """
     context.stop_context()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import logging
 import os
 from collections.abc import Callable, Sequence
@@ -32,7 +31,7 @@ from hvlike.errors import (
 from hvlike.system.system import of_process, system
 from hvlike.transport.fabric import Fabric
 from hvlike.transport.failure.exit_status import keep_record
-from hvlike.transport.failure.fault_tolerance import Job, as_error
+from hvlike.transport.failure.fault_tolerance import RUNNING, Job, as_error
 from hvlike.transport.failure.guard import Guard, give_up
 from hvlike.transport.failure.heartbeat import Heartbeat, heartbeat_limit
 from hvlike.transport.failure.watchdog import Liveness, init_watchdog
@@ -79,12 +78,10 @@ class Context:
         if knobs.launch_record is not None:
             is_spare = world.job is not None and world.job.waits
             keep_record(knobs.launch_record, writes=world.rank == 0 and not is_spare)
-        if system.mpi is not None:
-            return
         self.guard.install()
         if self.world.mpi.COMM_WORLD.Get_size() == 1:
             # The guard watches jobs of several ranks; alone, the loop's thread must still end before its memory does.
-            atexit.register(self.close)
+            system.at_exit(self.close)
 
     def _connect(self, process_sets: Sequence[ProcessSet], settings: JobSettings) -> None:
         knobs = self.knobs
@@ -101,8 +98,7 @@ class Context:
         self.fabric = Fabric(self.world, peer_memory=knobs.peer_memory)
         self.guard.before_end.append(self.fabric.recorder.flush)
         settings.apply(self.fabric)
-        here = {} if system.mpi is not None else self.fabric.bells
-        self._processes = {rank: bell.process for rank, bell in here.items()}
+        self._processes = {rank: bell.process for rank, bell in self.fabric.bells.items()}
         # Under fault tolerance MPI is told who is lost, and asked.
         self._liveness = Liveness({} if self.world.job is not None else self._processes)
         self.registry = Registry(self.fabric, knobs, lambda error: self._fail_all(error))
@@ -186,7 +182,7 @@ class Context:
             self.abandon()
             return
         self.guard.uninstall()
-        atexit.unregister(self.close)
+        system.not_at_exit(self.close)
         self.fabric.close()
         self.fabric.recorder.stop()
         self.registry.close()
@@ -207,7 +203,7 @@ class Context:
         loop = self.fabric.loop
         loop.post(lambda: self._fail_all(error), wake=False)
         self.guard.uninstall()
-        atexit.unregister(self.close)
+        system.not_at_exit(self.close)
         self.fabric.close()
         self.fabric.recorder.stop()
         if self.world.job is not None:
@@ -279,6 +275,8 @@ class Context:
         if self.world.job is not None:
             self.lost |= errors
             self._shutdown_barrier.lose()
+        else:
+            self.fabric.loop.start(self._shutdown_barrier.fail(next(iter(errors.values()))), wake=False)
         self._part(errors)
 
     def _part(self, errors: dict[int, HorovodInternalError]) -> None:
@@ -361,10 +359,11 @@ def start_context(comm: Any, process_sets: Sequence[ProcessSet], gradients: str 
         try:
             _process.context = Context(comm, process_sets, gradients)
         except Exception as error:
-            if Job.current is not None:
+            job = RUNNING.job
+            if job is not None:
                 # The others may wait in their init() for what this rank does not do any more.
-                Job.current.revoke()
-                raise as_error(Job.current.mpi, error) from error
+                job.revoke()
+                raise as_error(job.mpi, error) from error
             raise
 
 

@@ -22,7 +22,6 @@ from __future__ import annotations
 import logging
 import os
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, wraps
 from typing import Any, TypeVar, overload
@@ -41,6 +40,7 @@ from hvlike.errors import (
     UsageError,
     WrongTypeError,
 )
+from hvlike.system.system import system
 from hvlike.training.elastic.durable import ended, kept, prepare
 from hvlike.training.elastic.state import State
 from hvlike.transport.failure import exit_status, fault_tolerance
@@ -208,7 +208,7 @@ class _Session:
         """An attempt has ended with an error. Raises: it, once this session gives up."""
         if self._gives_up:
             raise error
-        self._times = {"noticed": time.monotonic()}
+        self._times = {"noticed": system.monotonic()}
         if isinstance(error, HorovodInternalError):
             self._failures = 1 if self._state.commits > self._commits else self._failures + 1
 
@@ -253,10 +253,10 @@ class _Session:
         if not self._agreed:
             self._job.agree(False)
         self._agreed = False
-        self._times["agreed"] = time.monotonic()
+        self._times["agreed"] = system.monotonic()
         context.start_context(self._job, self._sets, self._gradients)
         context.current().restarts = True
-        self._times["rebuilt"] = time.monotonic()
+        self._times["rebuilt"] = system.monotonic()
         if self._job.losses > self._losses:
             self._losses, self._failures = self._job.losses, 0
 
@@ -290,7 +290,7 @@ class _Session:
         if self._job is None or not self._ranks_before:
             logger.warning("rank %d: elastic.run has started again after %s: %s", rank(), type(reason).__name__, reason)
             return
-        now, times = time.monotonic(), self._times
+        now, times = system.monotonic(), self._times
         began = times.get("noticed", times["agreed"])
         recorder = context.current().fabric.recorder
         if recorder.on:

@@ -22,21 +22,20 @@ standard 4.1, PMIx_Notify_event, PMIX_ERR_PROC_ABORTED, PMIX_RANGE_PROC_LOCAL, P
 
 from __future__ import annotations
 
-import atexit
 import ctypes
 import math
 import os
 import signal
 import threading
-import time
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from types import ModuleType
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
 from hvlike.errors import LaunchError, PeerLeftError, UsageError
 from hvlike.observe import printing
+from hvlike.system.system import of_process, system
 from hvlike.transport.failure.fault_tolerant_comm import GARBAGE, Communicator, is_failure
 from hvlike.transport.host import launchers, topology
 from hvlike.transport.host.mpi_library import ForkMark, mapped_files
@@ -155,8 +154,6 @@ class _Agreement:
 class Job:
     """All processes of a job under fault tolerance, spares included, across restarts. One in a process at a time."""
 
-    current: ClassVar[Job | None] = None
-
     def __init__(self, mpi: ModuleType, comm: Any, spares: int) -> None:
         """Collective and blocking. comm: of all processes; it stays the caller's. spares: how many of the last wait.
 
@@ -182,7 +179,7 @@ class Job:
         self.goes_on_without_this = False  # Whether the others train on when this process ends with an error
         self.restarts = 0
         here = mpi.Get_processor_name(), topology.machine_id(), _process_numbers()
-        own = mpi.COMM_WORLD.rank, here, os.getpid(), launchers.local_rank(os.environ)
+        own = mpi.COMM_WORLD.rank, here, system.process(), launchers.local_rank(os.environ)
         told = self.comm.allgather(own)
         self._hosts: dict[int, str] = {place: host for place, (host, *_), *_ in told}
         # Process and number on the node of its other ranks, by their number in COMM_WORLD; only where process ids mean
@@ -190,9 +187,9 @@ class Job:
         self.neighbours = {place: (process, local) for place, there, process, local in told if there == here}
         del self.neighbours[mpi.COMM_WORLD.rank]
         self.losses = 0
-        self.last_loss = -math.inf  # Of time.monotonic()
-        if Job.current is None:
-            atexit.register(_finalize_current)
+        self.last_loss = -math.inf  # Of system.monotonic()
+        if RUNNING.job is None:
+            system.at_exit(_finalize_current)
         self._made: list[Communicator] = []
         self._left: list[Any] = []
 
@@ -208,7 +205,11 @@ class Job:
     def adopt(self, comm: Any) -> Any:
         """Have `comm` revoked with the others; returns what to use in its place."""
         comm.Set_errhandler(self.mpi.ERRORS_RETURN)
-        adopted = Communicator(self.mpi, comm, self.adopt)
+        return self._adopt(comm)
+
+    def _adopt(self, comm: Any) -> Communicator:
+        # One that is being made must not be used yet; it inherits the error handler.
+        adopted = Communicator(self.mpi, comm, self._adopt)
         self._made.append(adopted)
         return adopted
 
@@ -256,7 +257,7 @@ class Job:
         self.comm.Set_errhandler(self.mpi.ERRORS_RETURN)
         if self.comm.size < before:
             self.losses += before - self.comm.size
-            self.last_loss = time.monotonic()
+            self.last_loss = system.monotonic()
 
     def settle(self) -> None:
         """From here on `renumbered` begins with the numbers of now. Local; processes may call it after different
@@ -301,7 +302,7 @@ class Job:
         pause = 1e-5
         while not agreement.is_over:
             perform(agreement.advance)
-            time.sleep(pause)
+            system.sleep(pause)
             pause = min(2 * pause, _LONGEST_POLL_SECONDS)
         if agreement.error is not None:
             raise agreement.error
@@ -320,8 +321,10 @@ class Job:
         if not self.losses:
             if not self.mpi.COMM_WORLD.Get_failed().size:
                 return
-            self.last_loss = time.monotonic()
-        time.sleep(max(0.0, self.last_loss + _SETTLE_SECONDS - time.monotonic()))
+            self.last_loss = system.monotonic()
+        system.sleep(max(0.0, self.last_loss + _SETTLE_SECONDS - system.monotonic()))
+        if system.mpi is not None:
+            return
         late = threading.Timer(_FINALIZE_SECONDS, _end_process)
         late.daemon = True
         late.start()
@@ -330,9 +333,18 @@ class Job:
         late.cancel()
 
 
+class _Running:
+    def __init__(self) -> None:
+        self.job: Job | None = None
+
+
+RUNNING = of_process(_Running)
+"""Has the job of this process."""
+
+
 def _finalize_current() -> None:
     # Registered by the first job, so it runs after the handlers that need MPI.
-    job = Job.current
+    job = RUNNING.job
     if job is not None and not job.mpi.Is_finalized() and not ForkMark.forked:
         job.finalize()
 
@@ -364,6 +376,8 @@ class _Process(ctypes.Structure):
 
 def report_lost(ranks: Iterable[int]) -> bool:
     """Have MPI take these ranks of COMM_WORLD for lost, in this process. Local; False where PMIx cannot be told."""
+    if system.mpi is not None:
+        return bool(system.mpi().report_lost(ranks))
     library = _load_pmix()
     namespace = os.environ.get("PMIX_NAMESPACE", "").encode()
     if library is None or not namespace:

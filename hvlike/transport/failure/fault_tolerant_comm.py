@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import contextlib
 import pickle
-import time
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
+
+from hvlike.system.system import system
 
 _PROGRESS_TAG = 15  # Of which there is no message
 _POLL_SECONDS = 1e-3
@@ -71,7 +72,7 @@ class Request:
         while not self.Test():
             if self._owner.is_broken():
                 return
-            time.sleep(_POLL_SECONDS)
+            system.sleep(_POLL_SECONDS)
 
 
 class PersistentRequest:
@@ -96,7 +97,7 @@ class PersistentRequest:
         while not self.Test():
             if self._has_failed or self._owner.is_broken():
                 return
-            time.sleep(_POLL_SECONDS)
+            system.sleep(_POLL_SECONDS)
 
     def Free(self) -> None:
         if not self._has_failed and not self._owner.is_broken():

@@ -24,23 +24,23 @@ block whatever they do. Abort stands behind a `finally`, and all before it has a
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import faulthandler
 import os
 import signal
 import sys
 import threading
-import time
 from collections.abc import Callable
+from functools import partial
 from types import ModuleType, TracebackType
-from typing import Any, ClassVar
+from typing import Any
 
 from hvlike.errors import HorovodInternalError, JoinError, PeerLeftError, ShutdownError, WorkerLostError
 from hvlike.observe import printing
+from hvlike.system.system import of_process, system
 from hvlike.transport.failure import watchdog
 from hvlike.transport.failure.exit_status import ExitObserver, note_good_end
-from hvlike.transport.failure.fault_tolerance import Job
+from hvlike.transport.failure.fault_tolerance import RUNNING
 from hvlike.transport.failure.first_report import FirstReport, describe_others, job_name
 from hvlike.transport.host import launchers, mpi_library
 from hvlike.transport.host.parents import LauncherWatch
@@ -54,8 +54,6 @@ class Guard:
     """Watches how this rank ends, from install() to uninstall(), if the job has several processes. A process has at
     most one guard that watches: install() uninstalls an earlier one.
     """
-
-    on_duty: ClassVar[Guard | None] = None
 
     def __init__(
         self, mpi: ModuleType, rank: int, name: str, on_end: Callable[[], None], *, on_first_node: bool = True
@@ -83,22 +81,26 @@ class Guard:
         self._previous_thread_hook: Callable[[Any], Any] = threading.excepthook
         self._last_error: object = None
         self._parents: LauncherWatch | None = None
-        self._first = FirstReport(f"alone-{self._owner}")
+        self._first: FirstReport = (system.first_report or partial(FirstReport, f"alone-{self._owner}"))()
 
     def install(self) -> None:
         """Start watching, if the job has more than one process. Call it after MPI has started."""
         if self._watching or self._mpi.COMM_WORLD.Get_size() == 1:
             return
-        if Guard.on_duty is not None:
-            Guard.on_duty.uninstall()
-        Guard.on_duty = self
+        if ON_DUTY.guard is not None:
+            ON_DUTY.guard.uninstall()
+        ON_DUTY.guard = self
         self._watching = True
         self._last_error = getattr(sys, "last_value", None)
+        # mpi4py finalises MPI after all atexit handlers, and the last one registered runs first.
+        system.at_exit(self.at_exit)
+        if system.mpi is None:
+            self._install_hooks()
+
+    def _install_hooks(self) -> None:
         self._previous_hook, sys.excepthook = sys.excepthook, self._on_exception
         self._previous_thread_hook, threading.excepthook = threading.excepthook, self._on_thread_exception
         self._exit.install()
-        # mpi4py finalises MPI after all atexit handlers, and the last one registered runs first.
-        atexit.register(self.at_exit)
         if launchers.detect_launcher(os.environ) is not None:
             self._parents = LauncherWatch()
             self._first = FirstReport(job_name(self._parents.launcher))
@@ -113,14 +115,14 @@ class Guard:
         if not self._watching:
             return
         self._watching = False
-        Guard.on_duty = None
+        ON_DUTY.guard = None
         # A bound method is a new object at each access, so compare by value.
         if sys.excepthook == self._on_exception:
             sys.excepthook = self._previous_hook
         if threading.excepthook == self._on_thread_exception:
             threading.excepthook = self._previous_thread_hook
         self._exit.uninstall()
-        atexit.unregister(self.at_exit)
+        system.not_at_exit(self.at_exit)
         self._parents = None
         self._first.release()
         if self._answers_signal:
@@ -142,7 +144,7 @@ class Guard:
             self._report_text(text, summary)
             self._write_rest()
         finally:
-            os.kill(os.getpid(), signal.SIGKILL)
+            system.kill(system.process(), signal.SIGKILL)
 
     def watch_parent(self) -> None:
         """End this process if its launcher is gone. Cheap; the loop calls it about once a second, on any thread."""
@@ -157,7 +159,7 @@ class Guard:
             self._write_rest()
             mpi_library.unlink_start_up_segments(alone=True)
         finally:
-            os._exit(1)
+            system.exit_now(1)
 
     def _is_mine(self) -> bool:
         return self._watching and os.getpid() == self._owner
@@ -221,7 +223,7 @@ class Guard:
         with contextlib.suppress(BaseException):
             if _follows(kind) or (_is_internal(kind) and not self._on_first_node):
                 # The rank that reports the cause ends this process meanwhile.
-                time.sleep(PRECEDENCE)
+                system.sleep(PRECEDENCE)
             if _is_internal(kind) and self._parents is not None and self._parents.is_orphan():
                 # The job has ended, and its cause was told: a rank that was stopped goes on after that.
                 self._reported = True
@@ -234,7 +236,7 @@ class Guard:
     def _report_text(self, text: str, summary: str) -> None:
         """Say it, unless another rank of this node has reported already: that one is told the first line."""
         self._reported = True
-        self._failed_at = time.monotonic()
+        self._failed_at = system.monotonic()
         self._summary = summary.strip().partition("\n")[0]
         if self._is_orphan:
             # Another thread ends this process.
@@ -247,13 +249,13 @@ class Guard:
     def _end_soon(self, status: int) -> None:
         self._failure = status
         try:
-            threading.Thread(target=self._abort_later, args=(status,), name="hvlike-guard", daemon=True).start()
+            system.Thread(target=self._abort_later, args=(status,), name="hvlike-guard", daemon=True).start()
         except BaseException:
             # No thread is to be had, when memory is used up for example: nothing would end a program that waits.
             self._abort(status)
 
     def _abort_later(self, status: int) -> None:
-        time.sleep(GRACE)
+        system.sleep(GRACE)
         if self._is_mine():
             self._abort(status)
 
@@ -264,7 +266,7 @@ class Guard:
             self._failure = 1
         if self._failure:
             self._report_and_abort(f"ended with status {self._failure}", ": the whole job ends", self._failure)
-        if Job.current is not None and Job.current.goes_on_without_this:
+        if RUNNING.job is not None and RUNNING.job.goes_on_without_this:
             self._report_and_abort("has left elastic.run while other ranks train", "", 1)
         ended = False
         try:
@@ -303,16 +305,16 @@ class Guard:
         finally:
             if ends_alone:
                 # The one way to end that the runtime takes for a lost process at once.
-                os.kill(os.getpid(), signal.SIGKILL)
+                system.kill(system.process(), signal.SIGKILL)
             self._abort_mpi(status)
 
     def _tell_of_others(self) -> bool:
         """Name the other ranks that have failed; returns whether the others go on without this one."""
-        job = Job.current
+        job = RUNNING.job
         goes_on = job is not None and job.goes_on_without_this and job.others_live()
         if goes_on:
             # Where several ranks fail alike it is the program's error, and no rank would be left.
-            time.sleep(max(0.0, self._failed_at + PRECEDENCE - time.monotonic()))
+            system.sleep(max(0.0, self._failed_at + PRECEDENCE - system.monotonic()))
         others = self._first.others()
         if goes_on and not others and self._first.claim(self._rank, self._summary):
             printing.report(f"hvlike: {self._name} ends; the others go on without it")
@@ -327,12 +329,12 @@ class Guard:
         try:
             if self._mpi.Is_finalized():
                 return
-            if Job.current is not None and not Job.current.others_live():
+            if RUNNING.job is not None and not RUNNING.job.others_live():
                 # The launcher calls the job a success when its only process asks for an abort.
-                os._exit(status)
+                system.exit_now(status)
             self._mpi.COMM_WORLD.Abort(status)
         except BaseException:
-            os._exit(status)
+            system.exit_now(status)
 
     def _write_rest(self) -> None:
         """Write what this process has not written yet: timelines, and what the program has printed."""
@@ -340,12 +342,21 @@ class Guard:
         printing.flush()
 
 
+class _OnDuty:
+    def __init__(self) -> None:
+        self.guard: Guard | None = None
+
+
+ON_DUTY = of_process(_OnDuty)
+"""Has the guard of this process, if one watches."""
+
+
 def watch_start() -> None:
     """Watch a rank that has MPI but is not through with init(): should that fail, the others wait in theirs. Does
     nothing while a guard watches already; the one that init() installs takes over.
     """
-    mpi = mpi_library.running_mpi()
-    if mpi is None or mpi_library.ForkMark.forked or Guard.on_duty is not None:
+    mpi = mpi_library.running_mpi() if system.mpi is None else system.mpi()
+    if mpi is None or mpi_library.ForkMark.forked or ON_DUTY.guard is not None:
         return
     rank = mpi.COMM_WORLD.Get_rank()
     name = f"rank {rank} of {mpi.COMM_WORLD.Get_size()} on {mpi.Get_processor_name()}"
@@ -356,13 +367,13 @@ def give_up(text: str, summary: str) -> None:
     """Report, and end the job with status 1, wherever this process is on its way through init(); from any thread."""
     try:
         watch_start()
-        if Guard.on_duty is not None:
-            Guard.on_duty.end_job(text, summary)
+        if ON_DUTY.guard is not None:
+            ON_DUTY.guard.end_job(text, summary)
         else:
             printing.report(text)
     finally:
         # Before MPI has started there is no Abort: the launcher ends the other ranks.
-        os._exit(1)
+        system.exit_now(1)
 
 
 def _is_interactive() -> bool:

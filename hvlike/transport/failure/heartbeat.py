@@ -201,4 +201,4 @@ class StoppedProcess:
                 now - self._since,
             )
             with contextlib.suppress(ProcessLookupError):
-                os.kill(self._process, signal.SIGKILL)
+                system.kill(self._process, signal.SIGKILL)

@@ -9,11 +9,9 @@ MPI of those that do not: what MPI knows is the one truth about who is lost, for
 
 from __future__ import annotations
 
-import atexit
-import threading
 from collections.abc import Callable, Mapping
-from typing import ClassVar
 
+from hvlike.system.system import of_process, system
 from hvlike.transport.failure.fault_tolerance import report_lost
 from hvlike.transport.failure.watchdog import Liveness
 from hvlike.transport.host.mpi_library import ForkMark, unlink_segments_of
@@ -24,23 +22,21 @@ LOOK_SECONDS = 0.1
 class LossWatch:
     """The thread of this process. One at a time: a new one takes the place of the last."""
 
-    current: ClassVar[LossWatch | None] = None
-
     def __init__(self, neighbours: Mapping[int, tuple[int, str | None]], give_up: Callable[[str, str], None]) -> None:
         """neighbours: process and number on the node, of the other ranks of this node, by rank of COMM_WORLD. give_up:
         ends the job where MPI cannot be told.
         """
-        if LossWatch.current is None:
+        if WATCHING.watch is None:
             # Registered after what ends MPI, so it runs before: who ends well is not lost.
-            atexit.register(_stop_current)
+            system.at_exit(_stop_current)
         else:
-            LossWatch.current.stop()
-        LossWatch.current = self
+            WATCHING.watch.stop()
+        WATCHING.watch = self
         self._local_ranks = {rank: local for rank, (_, local) in neighbours.items()}
         self._liveness = Liveness({rank: process for rank, (process, _) in neighbours.items()})
         self._give_up = give_up
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="hvlike-loss-watch", daemon=True)
+        self._over = system.Event()
+        self._thread = system.Thread(target=self._watch, name="hvlike-loss-watch", daemon=True)
         if neighbours:
             self._thread.start()
 
@@ -60,6 +56,15 @@ class LossWatch:
                 unlink_segments_of(local)
 
 
+class _Watching:
+    def __init__(self) -> None:
+        self.watch: LossWatch | None = None
+
+
+WATCHING = of_process(_Watching)
+"""Has the thread of this process that watches."""
+
+
 def _stop_current() -> None:
-    if LossWatch.current is not None and not ForkMark.forked:
-        LossWatch.current.stop()
+    if WATCHING.watch is not None and not ForkMark.forked:
+        WATCHING.watch.stop()

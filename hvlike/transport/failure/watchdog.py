@@ -18,7 +18,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from pathlib import Path
 
 from hvlike.observe.log import main_stack
 from hvlike.observe.printing import descriptor_of_stderr, report
@@ -44,7 +43,7 @@ class Liveness:
 
 def _exists(process: int) -> bool:
     try:
-        os.kill(process, 0)
+        system.kill(process, 0)
     except OSError as error:
         # Of a process of another user it is a PermissionError.
         return not isinstance(error, ProcessLookupError)
@@ -76,17 +75,13 @@ def request_stacks(process: int) -> str:
     if status["State"].startswith(("T", "t")):
         return "its process is stopped (SIGSTOP, Ctrl-Z or a debugger)"
     if int(status["SigCgt"], 16) >> (STACK_SIGNAL - 1) & 1:
-        os.kill(process, STACK_SIGNAL)
+        system.kill(process, STACK_SIGNAL)
         return f"it prints its stacks to stderr: process {process}, all threads"
     return f"process {process} cannot be asked for its stack"
 
 
 def process_status(process: int) -> dict[str, str]:
-    try:
-        lines = Path(f"/proc/{process}/status").read_text().splitlines()
-    except OSError:
-        return {}
-    return {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}
+    return system.process_status(process)
 
 
 logger = logging.getLogger("hvlike")

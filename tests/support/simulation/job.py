@@ -7,12 +7,17 @@ Run it with PYTHONHASHSEED=0: the order of sets of strings must be the same ever
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import io
 import math
+import os
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 from support.simulation.memory import NodeMemory
@@ -23,14 +28,21 @@ from support.simulation.primitives import (
     SimulatedRLock,
     thread_class,
 )
+from support.simulation.processes import Processes
 from support.simulation.scheduler import Hang, Scheduler
 from support.simulation.simulated_mpi import SimulatedMpi
 from support.simulation.sockets import Sockets
 
 from hvlike.system.system import states_of_process, system
+from hvlike.transport.failure import fault_tolerance
+from hvlike.transport.failure.guard import ON_DUTY
+from hvlike.transport.memory import process_memory
 
 Program = Callable[[Any, int], Any]
 """(hvlike, rank): what it returns is the rank's result."""
+
+LAUNCHER = -1
+"""The rank of a thread that belongs to none."""
 
 
 @dataclass
@@ -48,12 +60,18 @@ class JobEnd:
     """How a job has ended."""
 
     ranks: list[Outcome]
+    nodes: int = 1
+    held: float = 0.0  # For how many seconds ranks were held up
+    judge: Callable[[JobEnd], str | None] | None = None  # The program's own: why the job has not ended as it should
     hang: str | None = None
     seconds: float = 0.0  # Virtual
     points: int = 0
     longest_rest: float = 0.0  # Virtual seconds
     violations: list[str] = field(default_factory=list)  # What MPI forbids, and was done
     story: list[str] = field(default_factory=list)
+    gone: dict[int, float] = field(default_factory=dict)  # When the process of each rank has ended
+    killed: set[int] = field(default_factory=set)
+    aborted: tuple[int, int] | None = None  # Who has ended the job, and its status
 
 
 class ProcessStates:
@@ -67,6 +85,8 @@ class ProcessStates:
 
     def change(self, rank: int) -> None:
         """The turn goes to a rank."""
+        if rank == LAUNCHER:
+            return
         for state, attributes in zip(self._states, self._of_rank[rank], strict=True):
             state.__dict__ = attributes
 
@@ -85,15 +105,39 @@ def _states(ranks: int) -> Iterator[ProcessStates]:
         states.restore()
 
 
+@dataclass(frozen=True)
+class Kill:
+    """A process is killed after so many points."""
+
+    points: int
+    rank: int
+
+
 @contextmanager
-def _installed(scheduler: Scheduler, nodes: Sequence[Sequence[int]], *, shares_cores: bool) -> Iterator[SimulatedMpi]:
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+    before = dict(os.environ)
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+@contextmanager
+def _installed(
+    scheduler: Scheduler, nodes: Sequence[Sequence[int]], *, shares_cores: bool
+) -> Iterator[tuple[SimulatedMpi, Processes]]:
     """Let hvlike reach the simulation in the place of the system."""
-    mpi = SimulatedMpi(scheduler, nodes)
+    outlives = fault_tolerance.is_enabled(os.environ)
+    mpi = SimulatedMpi(scheduler, nodes, outlives=outlives)
     node_of = {rank: number for number, ranks in enumerate(nodes) for rank in ranks}
     memory = NodeMemory(scheduler, node_of)
     core = {rank: frozenset([0 if shares_cores else rank]) for rank in node_of}
     sockets = Sockets(scheduler, mpi)
-    before = dict(vars(system))
+    processes = Processes(scheduler, mpi, node_of, outlives=outlives)
+    mpi.on_abort = processes.abort
+    before, functions = dict(vars(system)), dict(process_memory.FUNCTIONS)
     replaced: dict[str, Any] = {
         "monotonic": scheduler.clock,
         "monotonic_ns": lambda: int(scheduler.clock() * 1e9),
@@ -115,12 +159,23 @@ def _installed(scheduler: Scheduler, nodes: Sequence[Sequence[int]], *, shares_c
         "accept": memory.accept,
         "socket_events": sockets.open,
         "mpi": lambda: mpi.module(scheduler.rank),
+        "process": processes.process,
+        "kill": processes.kill,
+        "process_status": processes.status,
+        "at_exit": processes.at_exit,
+        "not_at_exit": processes.not_at_exit,
+        "exit_now": processes.exit_now,
+        "first_report": processes.first_report,
+        "start_thread": lambda run, arguments: run(*arguments),
     }
     vars(system).update(replaced)
+    process_memory.FUNCTIONS.update({name: processes.access(each) for name, each in functions.items()})
     try:
-        yield mpi
+        with contextlib.redirect_stderr(io.StringIO()):
+            yield mpi, processes
     finally:
         vars(system).update(before)
+        process_memory.FUNCTIONS.update(functions)
 
 
 def simulate(
@@ -134,42 +189,65 @@ def simulate(
     holds: Sequence[tuple[int, int, float]] = (),
     shares_cores: bool = False,
     prepare: Callable[[SimulatedMpi], object] = bool,
+    kills: Sequence[Kill] = (),
+    launcher_seconds: float = 0.1,
+    environment: Mapping[str, str] = MappingProxyType({}),
 ) -> JobEnd:
     """Run the program on every rank until all have ended, or nobody can go on.
 
     most_seconds: of virtual time, after which a job counts as one that never ends. Ranks that wait look around a few
     times a second for ever. holds: after so many points that rank goes on no more, for so many seconds. shares_cores:
     all ranks have one core. prepare: may set attributes of the network.
+    launcher_seconds: how long after a loss the launcher kills the other ranks, unless the job outlives it.
+    environment: variables that all ranks have.
     """
     import hvlike
 
     # All of it: what belongs to a rank is known then.
     dir(hvlike.init)
     size = sum(map(len, nodes))
-    end = JobEnd([Outcome() for _ in range(size)])
+    end = JobEnd(
+        [Outcome() for _ in range(size)],
+        len(nodes),
+        sum(seconds for *_, seconds in holds),
+        getattr(program, "judge", None),
+    )
     note = end.story.append if trace else None
     scheduler = Scheduler(seed, points_per_switch=points_per_switch, trace=note, most_seconds=most_seconds)
     scheduler.holds = sorted(holds)
     collects = gc.isenabled()
     gc.disable()
     try:
-        with _installed(scheduler, nodes, shares_cores=shares_cores) as mpi, _states(size) as states:
+        with (
+            _environment(environment),
+            _installed(scheduler, nodes, shares_cores=shares_cores) as (mpi, processes),
+            _states(size) as states,
+        ):
             prepare(mpi)
             scheduler.on_rank = states.change
             if trace:
                 mpi.trace = scheduler.say
+
+            def start(rank: int, name: str, run: Callable[[], None]) -> None:
+                thread: Any = system.Thread(target=run, name=name, daemon=True)
+                thread.given_rank = rank
+                thread.start()
+
+            processes.launcher_seconds = launcher_seconds
+            processes.start_thread = partial(start, LAUNCHER, "launcher")
+            scheduler.events = [(each.points, partial(processes.lose, each.rank)) for each in kills]
+            scheduler.events.sort(key=lambda event: event[0])
             for rank in range(size):
-                main: Any = system.Thread(
-                    target=_main(hvlike, program, rank, end.ranks[rank]), name="main", daemon=True
-                )
-                main.given_rank = rank
-                main.start()
+                outcome = end.ranks[rank]
+                run = partial(processes.run, rank, _main(hvlike, program, rank, outcome), lambda: ON_DUTY.guard)
+                start(rank, "main", run)
             try:
                 scheduler.run()
             except Hang as hang:
                 end.hang = str(hang)
             # Threads that unwind after a hang do what they like.
             end.violations = [] if end.hang is not None else list(mpi.violations)
+            end.gone, end.killed, end.aborted = processes.gone, processes.killed, processes.aborted
     finally:
         if collects:
             gc.enable()
@@ -181,8 +259,10 @@ def _main(hvd: Any, program: Program, rank: int, outcome: Outcome) -> Callable[[
     def run() -> None:
         try:
             outcome.result = program(hvd, rank)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             outcome.error, outcome.trace = error, traceback.format_exc()
+            outcome.ended = True
+            raise
         outcome.ended = True
 
     return run

@@ -4,12 +4,15 @@
     planned    training with DistributedOptimizer, with local passes and frozen layers
     join       ranks with different numbers of inputs, by Join and by hvd.join()
     mistakes   operations that differ between the ranks, or that a rank leaves for good
+    lost       a rank that is killed, fails or leaves (lost_programs.py)
+    elastic    ranks that are lost under fault tolerance, and the others go on (elastic_programs.py)
 
 Every rank checks its own values against arithmetic, and raises AssertionError.
 """
 
 from __future__ import annotations
 
+import importlib
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -269,4 +272,17 @@ class Mistaken:
         hvd.shutdown()
 
 
+@dataclass
+class Elsewhere:
+    """Programs of another file."""
+
+    module: str
+    name: str
+
+    def draw(self, seed: int, size: int) -> Any:
+        """Draw one."""
+        return getattr(importlib.import_module(f"support.simulation.{self.module}"), self.name).draw(seed, size)
+
+
 KINDS: dict[str, Any] = {"named": Named, "planned": Planned, "join": Uneven, "mistakes": Mistaken}
+KINDS |= {"lost": Elsewhere("lost_programs", "Lost"), "elastic": Elsewhere("elastic_programs", "Elastic")}

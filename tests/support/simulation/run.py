@@ -74,8 +74,9 @@ class Draw:
 
     def run(self, program: Program | None = None, *, trace: bool = False) -> JobEnd:
         """Run it, with another program perhaps."""
+        program = program or self.program
         return simulate(
-            program or self.program,
+            program,
             self.nodes,
             self.seed,
             trace=trace,
@@ -84,6 +85,7 @@ class Draw:
             holds=self.holds,
             shares_cores=self.shares_cores,
             prepare=self.prepare,
+            **(program.options() if hasattr(program, "options") else {}),
         )
 
     def prepare(self, mpi: SimulatedMpi) -> None:
@@ -96,6 +98,8 @@ def what_is_wrong(end: JobEnd, job: Draw) -> str | None:
     """Why a job has not ended as it should; None if it has."""
     if end.violations:
         return "MPI was used wrongly: " + "; ".join(end.violations)
+    if end.judge is not None:
+        return end.judge(end)
     for rank, outcome in enumerate(end.ranks):
         if outcome.error is not None:
             return f"rank {rank}: {outcome.trace}"

@@ -45,8 +45,10 @@ class SimulatedThread:
         self.ident = 0  # Of the thread of the system
         self.ended = False
         self.held_until = 0.0
+        self.is_lost = False
+        """Its process is gone: it does nothing any more, and unwinds when all others have ended."""
         self.is_over = False
-        """Its process is gone, or the job is over: it raises JobEnded when it has the turn."""
+        """The job is over: it raises JobEnded when it has the turn."""
 
     def stack(self) -> list[str]:
         """Where it is, outermost first, without what belongs to the simulation."""
@@ -83,6 +85,8 @@ class Scheduler:
         """Called with a rank that gets the turn from another one."""
         self.holds: list[tuple[int, int, float]] = []
         """After so many points a rank is held up for so long: by another program, by a signal. Sorted."""
+        self.events: list[tuple[int, Callable[[], object]]] = []
+        """What is called after so many points, by whoever has the turn. Sorted."""
         self.current: SimulatedThread | None = None
         self.hang: str | None = None
         self._most_seconds = most_seconds
@@ -90,7 +94,8 @@ class Scheduler:
         self._left = self._draw()
         self._trace = trace
         self._over = threading.Event()
-        self._living = 0
+        self._living = 0  # Have not ended, and are not lost
+        self._lost: list[SimulatedThread] = []
         self._runnable: list[SimulatedThread] = []
         self._blocked: dict[Hashable, list[SimulatedThread]] = {}  # By key
         self._limits: list[tuple[float, int, SimulatedThread, int]] = []  # A heap
@@ -109,8 +114,10 @@ class Scheduler:
     def add(self, rank: int, name: str) -> SimulatedThread:
         """A thread that is to call `live` from a thread of the system; it begins when it gets its first turn."""
         thread = SimulatedThread(rank, name)
+        # One that is started while its starter unwinds has no life of its own.
+        thread.is_over = self.current is not None and self.current.is_over
         self.threads.append(thread)
-        self._runnable.append(thread)
+        (self._unwinding if thread.is_over else self._runnable).append(thread)
         self._living += 1
         return thread
 
@@ -125,7 +132,7 @@ class Scheduler:
             pass
         finally:
             thread.ended = True
-            self._living -= 1
+            self._living -= not thread.is_lost
             if thread.is_over:
                 self._unwinding.remove(thread)
             self.touch(thread)
@@ -173,6 +180,8 @@ class Scheduler:
             _, rank, seconds = self.holds.pop(0)
             self.hold(rank, seconds)
         me.what = what
+        while self.events and self.points >= self.events[0][0]:
+            self.events.pop(0)[1]()
         if not me.is_over:
             self._runnable.append(me)
         self._hand_on(me)
@@ -224,9 +233,14 @@ class Scheduler:
     def lose(self, rank: int) -> None:
         """The process of a rank is gone: none of its threads goes on."""
         self.say(f"rank {rank} is lost")
-        self._end([each for each in self.threads if each.rank == rank])
+        for thread in self.threads:
+            if thread.rank == rank and not (thread.ended or thread.is_lost or thread.is_over):
+                self._take_out(thread)
+                thread.is_lost = True
+                self._lost.append(thread)
+                self._living -= 1
         if self.current is not None and self.current.rank == rank:
-            raise JobEnded
+            self._hand_on(self.current)
 
     # -- the turn ---------------------------------------------------------------------------------
 
@@ -253,9 +267,14 @@ class Scheduler:
 
     def _choose(self) -> SimulatedThread | None:
         runnable, limits = self._runnable, self._limits
-        while self._living:
+        while True:
             if self._unwinding:
                 return self._unwinding[0]
+            if not self._living:
+                if not self._lost:
+                    return None
+                self._end(self._lost)
+                continue
             while limits and limits[0][0] <= self.now:
                 _, _, thread, blocks = heappop(limits)
                 if thread.blocks == blocks and thread.condition is not None:
@@ -280,7 +299,6 @@ class Scheduler:
                     heappop(limits)
             else:
                 self._note_hang("nobody can go on")
-        return None
 
     def _limit(self, thread: SimulatedThread, until: float) -> None:
         self._numbers += 1
@@ -299,14 +317,20 @@ class Scheduler:
         for thread in threads:
             if not (thread.ended or thread.is_over):
                 thread.is_over = True
-                if thread.condition is not None:
-                    self._unblock(thread)
-                if thread in self._runnable:
-                    self._runnable.remove(thread)
+                self._take_out(thread)
                 self._unwinding.append(thread)
+        self._lost = []
+
+    def _take_out(self, thread: SimulatedThread) -> None:
+        """It waits for nothing, not for the turn either."""
+        if thread.condition is not None:
+            self._unblock(thread)
+        if thread in self._runnable:
+            self._runnable.remove(thread)
 
     def _note_hang(self, why: str) -> None:
-        lines = [line for each in self.threads if not each.ended for line in (f"{each}: {each.what}", *each.stack())]
+        living = [each for each in self.threads if not (each.ended or each.is_lost)]
+        lines = [line for each in living for line in (f"{each}: {each.what}", *each.stack())]
         self.hang = self.hang or f"{why} at {self.now:.6f} s\n" + "\n".join(lines)
         self._end(self.threads)
 

@@ -36,6 +36,7 @@ from support.simulation.simulated_requests import (
     SendRequest,
     Status,
 )
+from support.simulation.simulated_ulfm import Failures, begin_agreement, begin_shrink
 
 UNDEFINED = -32766
 COMM_TYPE_SHARED = 1
@@ -158,6 +159,35 @@ class Intracomm(Comm):
     def Free(self) -> None:
         self._open()
         self.context = None
+
+    # -- fault tolerance ----------------------------------------------------------------------------
+
+    @mpi_call
+    def Revoke(self) -> None:
+        self.failures.revoke(self.owner, self._open())
+
+    @mpi_call
+    def Is_revoked(self) -> bool:
+        return self.failures.is_revoked(self.owner, self._open())
+
+    @mpi_call
+    def Get_failed(self) -> Group:
+        return Group(self.network, self.failures.known(self.owner, self._open().ranks))
+
+    @mpi_call
+    def Ack_failed(self, num_to_ack: int | None = None) -> int:
+        self.failures.acknowledge(self.owner, self._open())
+        return len(self.failures.known(self.owner, self._open().ranks))
+
+    @mpi_call
+    def Shrink(self) -> Intracomm:
+        request = begin_shrink(self)
+        self.network.wait(request, "Shrink")
+        return Intracomm(self.network, self.owner, request.collective.result)
+
+    @mpi_call
+    def Iagree(self, flag: Any) -> Request:
+        return begin_agreement(self, flag)
 
     # -- point to point -----------------------------------------------------------------------------
 
@@ -300,6 +330,19 @@ class Intracomm(Comm):
 
     # -- helpers ------------------------------------------------------------------------------------
 
+    @property
+    def failures(self) -> Failures:
+        if self.network.failures is None:
+            self.network.refuse(f"rank {self.owner} uses ULFM in a job without it")
+        return self.network.failures
+
+    def open(self) -> Context:
+        return self._open()
+
+    def _check_failures(self, peer: int | None = None) -> None:
+        if self.network.failures is not None:
+            self.network.failures.check(self.owner, self._open(), peer)
+
     def _open(self) -> Context:
         if self.made is not None and self.made.active:
             self.network.refuse(f"rank {self.owner} uses a duplicate before its Idup is over")
@@ -320,6 +363,8 @@ class Intracomm(Comm):
 
     def _send(self, buffer: Any, target: int, tag: int, *, persistent: bool) -> Request:
         self._check_peer(target, tag, sends=True)
+        if not persistent:
+            self._check_failures(target)
         memory = self.bytes_of(buffer)[0]
         request = SendRequest(self.network, self._open(), (self.rank, target), tag, memory, persistent=persistent)
         if not persistent:
@@ -328,6 +373,8 @@ class Intracomm(Comm):
 
     def _receive(self, buffer: Any, source: int, tag: int, *, persistent: bool) -> Request:
         self._check_peer(source, tag, sends=False)
+        if not persistent:
+            self._check_failures(source)
         memory = self.bytes_of(buffer, writes=True)[0]
         request = ReceiveRequest(self.network, self._open(), (source, self.rank), tag, memory, persistent=persistent)
         if not persistent:
@@ -336,6 +383,7 @@ class Intracomm(Comm):
 
     def _find(self, source: int, tag: int, status: Status | None, *, take: bool) -> Message | None:
         self._check_peer(source, tag, sends=False)
+        self._check_failures(source)
         message = self.network.endpoints[self.owner].find(self._open(), source, tag, take=take)
         if message is not None and status is not None:
             status.describe(message)
@@ -394,6 +442,7 @@ class Intracomm(Comm):
         key: Hashable = (),
     ) -> CollectiveRequest:
         context = self._open()
+        self._check_failures()
         request = CollectiveRequest(self.network, self.owner, part)
         request.join(context, conclude, ranks or context.ranks, key)
         return request

@@ -8,8 +8,9 @@
     simulated_requests.py    sends, receives and collectives that are under way
     simulated_comm.py        communicators and groups
     simulated_buffers.py     datatypes, operators, memory
+    simulated_ulfm.py        losses that a job outlives
 
-It offers what hvlike uses of MPI without fault tolerance. All that happens follows from the scheduler: its order of
+It offers what hvlike uses of MPI. All that happens follows from the scheduler: its order of
 threads, its random numbers, its clock. A call of MPI switches threads first, then does all it does at once; one that
 blocks waits in the scheduler. MPI goes on with the messages of a rank only in the rank's own calls.
 
@@ -18,7 +19,7 @@ Wrong uses of MPI raise AssertionError, and stand in `violations` in case the co
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from types import ModuleType
 
 from support.simulation.simulated_buffers import DATATYPES, ERRORS_RETURN, IN_PLACE, OPS
@@ -35,6 +36,7 @@ from support.simulation.simulated_network import (
     Scheduler,
 )
 from support.simulation.simulated_requests import ERR_TRUNCATE, MpiError, Status
+from support.simulation.simulated_ulfm import ERR_PROC_FAILED, ERR_PROC_FAILED_PENDING, ERR_REVOKED, Failures
 
 __all__ = ["MpiError", "ProcessEnded", "Scheduler", "SimulatedModule", "SimulatedMpi"]
 
@@ -44,9 +46,11 @@ LIBRARY_VERSION = "Simulated MPI 1.0"
 class SimulatedMpi(Network):
     """MPI of a whole job. See Network for what can be set before the job runs."""
 
-    def __init__(self, scheduler: Scheduler, nodes: Sequence[Sequence[int]]) -> None:
-        """nodes: the ranks that share memory, of each node."""
+    def __init__(self, scheduler: Scheduler, nodes: Sequence[Sequence[int]], *, outlives: bool = False) -> None:
+        """nodes: the ranks that share memory, of each node. outlives: whether there is ULFM."""
         super().__init__(scheduler, nodes)
+        if outlives:
+            self.failures = Failures(self)
         self.world = self.new_context(range(self.size), "MPI_COMM_WORLD")
         self._modules = [SimulatedModule(self, rank) for rank in range(self.size)]
 
@@ -69,11 +73,20 @@ class SimulatedModule(ModuleType):
         self.THREAD_SINGLE, self.THREAD_FUNNELED = THREAD_SINGLE, THREAD_FUNNELED
         self.THREAD_SERIALIZED, self.THREAD_MULTIPLE = THREAD_SERIALIZED, THREAD_MULTIPLE
         self.ERR_TRUNCATE = ERR_TRUNCATE
+        self.ERR_PROC_FAILED, self.ERR_PROC_FAILED_PENDING = ERR_PROC_FAILED, ERR_PROC_FAILED_PENDING
+        self.ERR_REVOKED = ERR_REVOKED
         vars(self).update(DATATYPES)
         vars(self).update(OPS)
 
     def Init_thread(self, required: int = THREAD_MULTIPLE) -> int:
         self.job.refuse(f"rank {self.job_rank} calls Init_thread where MPI is initialised")
+
+    def report_lost(self, ranks: Iterable[int]) -> bool:
+        """What hvlike does by PMIx: have MPI of this rank take others for lost."""
+        assert self.job.failures is not None
+        for rank in ranks:
+            self.job.failures.notice(self.job_rank, rank, self.job.scheduler.now)
+        return True
 
     def Is_initialized(self) -> bool:
         return True

@@ -23,6 +23,7 @@ from support.simulation.simulated_buffers import Array
 
 if TYPE_CHECKING:
     from support.simulation.simulated_requests import ReceiveRequest, Request
+    from support.simulation.simulated_ulfm import Failures
 
 ANY_SOURCE = ANY_TAG = -1
 THREAD_SINGLE, THREAD_FUNNELED, THREAD_SERIALIZED, THREAD_MULTIPLE = range(4)
@@ -171,6 +172,7 @@ class Network:
         """Told the rank and the status when Abort is called; after that, ProcessEnded is raised there."""
         self.violations: list[str] = []  # The texts of all assertions that have failed, whoever has caught them
         self.lost_at: dict[int, float] = {}
+        self.failures: Failures | None = None  # Where there is ULFM
         self.finalized: set[int] = set()
         self.endpoints = [Endpoint(self) for _ in range(self.size)]
         self._inside: dict[int, str] = {}  # The call that each rank is in
@@ -207,9 +209,15 @@ class Network:
         what waits for it, is ever over. Its threads must not run any more.
         """
         self.lost_at.setdefault(rank, self.scheduler.now)
+        if self.failures is not None:
+            self.failures.lose(rank)
+        self.touch_all()
+        self.tell("lost", f"rank {rank}")
+
+    def touch_all(self) -> None:
+        """What anybody waits for may have come true."""
         for endpoint in self.endpoints:
             self.scheduler.touch(endpoint)
-        self.tell("lost", f"rank {rank}")
 
     def is_lost(self, rank: int, when: float = NEVER) -> bool:
         """Whether it was lost before that time."""
@@ -280,9 +288,11 @@ class Network:
         endpoint = self.endpoints[request.owner]
 
         def soonest() -> float:
-            return min(request.due, endpoint.next_event())
+            moment = NEVER if self.failures is None else self.failures.next_moment()
+            return min(request.due, endpoint.next_event(), moment)
 
         while not request.has_ended():
+            request.check_failure()
             until = soonest()
             ready = functools.partial(_is_ready, request, soonest, until)
             self.scheduler.block(ready, until if until < NEVER else None, f"mpi.{what}", endpoint)

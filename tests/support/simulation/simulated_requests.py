@@ -38,6 +38,9 @@ class Status:
     def Get_tag(self) -> int:
         return ANY_TAG if self._message is None else self._message.tag
 
+    def Get_error(self) -> int:
+        return 0
+
     def Get_count(self, datatype: Any) -> int:
         return 0 if self._message is None else int(self._message.memory.nbytes // datatype.size)
 
@@ -59,8 +62,19 @@ class Request:
     def Test(self, status: Status | None = None) -> bool:
         self._check("Test")
         if self.active and not self.has_ended():
+            self.check_failure()
             return False
         self._conclude(status)
+        return True
+
+    @mpi_call
+    def Get_status(self, status: Status | None = None) -> bool:
+        self._check("Get_status")
+        if self.active and not self.has_ended():
+            return self.looks_ended()
+        if status is not None and self.message is not None:
+            status.describe(self.message)
+        self.raise_if_incomplete()
         return True
 
     @mpi_call
@@ -78,6 +92,7 @@ class Request:
             self.network.refuse(f"rank {self.owner} calls Start of a request that is not persistent: {self}")
         if self.active:
             self.network.refuse(f"rank {self.owner} calls Start of a request that is under way: {self}")
+        self.check_start()
         self.active = True
         self.begin()
 
@@ -106,6 +121,27 @@ class Request:
         """It is due: write what was received."""
         raise NotImplementedError
 
+    def check_start(self) -> None:
+        """Raise where a message cannot be sent or received again."""
+
+    def check_failure(self) -> None:
+        """Raise where this request will not end, for a process is lost or the communicator revoked."""
+        error = None if self.network.failures is None else self.network.failures.of(self)
+        if error is not None:
+            self.active = False
+            self.fail()
+            raise error
+
+    def fail(self) -> None:
+        """Test or Wait raise: what is not persistent is freed by that."""
+
+    def looks_ended(self) -> bool:
+        """What Get_status says of a request that has not ended."""
+        return False
+
+    def raise_if_incomplete(self) -> None:
+        """What Get_status raises of a request that has ended."""
+
     def cancel(self) -> None:
         self.network.refuse(f"rank {self.owner} calls Cancel of a request that is no receive: {self}")
 
@@ -129,6 +165,15 @@ class SendRequest(Request):
         """ends: the source and the target."""
         super().__init__(network, context.ranks[ends[0]], persistent=persistent)
         self._parts = context, *ends, tag, memory
+        self.context, self.target = context, ends[1]
+
+    def check_start(self) -> None:
+        if self.network.failures is not None:
+            self.network.failures.check(self.owner, self.context, self.target)
+
+    def fail(self) -> None:
+        if not self._persistent and self.message is not None and not self.message.is_buffered:
+            self.network.refuse(f"rank {self.owner} frees a request that has failed and may still end: {self}")
 
     def begin(self) -> None:
         self.message = self.network.send(*self._parts)
@@ -159,6 +204,10 @@ class ReceiveRequest(Request):
         self.context, self.source, self.tag = context, ends[0], tag
         self._memory = memory
         self._landed = False
+
+    def check_start(self) -> None:
+        if self.network.failures is not None:
+            self.network.failures.check(self.owner, self.context, self.source)
 
     def begin(self) -> None:
         self._landed, self.due, self.message = False, NEVER, None
@@ -270,9 +319,21 @@ class CollectiveRequest(Request):
         self.result: Any = None
         self._collective: Collective | None = None
         self._landed = False
+        self._may_fail: bool | None = None
+
+    def may_fail(self) -> bool:
+        """Whether it fails on this member where it could have ended before the loss was known."""
+        if self._may_fail is None:
+            self._may_fail = self.network.scheduler.random.random() < 0.3
+        return self._may_fail
+
+    def looks_ended(self) -> bool:
+        failures = self.network.failures
+        return failures is not None and failures.of(self) is not None and self.may_fail()
 
     def join(self, context: Context, conclude: Callable[[list[Any]], Any], ranks: Sequence[int], key: Hashable) -> None:
         """Call it. ranks: those of the job that do. key: tells collectives of other groups apart."""
+        self.context, self.ranks = context, ranks
         number = context.calls.get((self.owner, key), 0)
         context.calls[self.owner, key] = number + 1
         collective = context.collectives.get((key, number))

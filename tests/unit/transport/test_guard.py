@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from hvlike.observe import printing
-from hvlike.transport.failure.guard import Guard, watch_start
+from hvlike.transport.failure.guard import ON_DUTY, Guard, watch_start
 from hvlike.transport.host import launchers
 
 
@@ -40,7 +40,7 @@ def nothing_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(threading, "excepthook", threading.__excepthook__)
     # However busy the machine is.
     monkeypatch.setattr(printing, "REPORT_SECONDS", 60.0)
-    monkeypatch.setattr(Guard, "on_duty", None)
+    monkeypatch.setattr(ON_DUTY, "guard", None)
     # Under mpirun too nobody else is to claim the report.
     monkeypatch.setattr(launchers, "detect_launcher", lambda environment: None)
 
@@ -64,7 +64,7 @@ def test_alone_nothing_is_installed() -> None:
     before = hooks()
     guard_of(Recorder(size=1)).install()
     assert hooks() == before
-    assert Guard.on_duty is None
+    assert ON_DUTY.guard is None
 
 
 def test_hooks_installed_later_by_others_stay() -> None:
@@ -84,7 +84,7 @@ def test_a_second_guard_sends_the_first_home() -> None:
     first.install()
     second.install()
     first.uninstall()
-    assert Guard.on_duty is not None
+    assert ON_DUTY.guard is not None
     second.uninstall()
     assert hooks() == before
 

@@ -34,7 +34,7 @@ def told(monkeypatch: pytest.MonkeyPatch) -> Told:
     found = Told()
     monkeypatch.setattr(loss_watch, "report_lost", found.report)
     # The one of this process, if it has one, goes on.
-    monkeypatch.setattr(LossWatch, "current", None)
+    monkeypatch.setattr(loss_watch.WATCHING, "watch", None)
     return found
 
 

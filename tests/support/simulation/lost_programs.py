@@ -1,0 +1,152 @@
+"""Jobs in which one rank is killed, fails or leaves beside named and planned work, as docs/failures.md describes them.
+
+    killed     at any point; the launcher ends the job soon, or so late that the others notice first
+    raises     an exception that nobody catches           the job ends with status 1
+    exits      sys.exit(3)                                the job ends with status 3
+    ends       the program ends too early                 what needs this rank raises PeerLeftError on the others
+    leaves     it calls shutdown() too early              the same with ShutdownError
+
+The others let their error pass, or catch it and end their program, with shutdown() or without.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from support.simulation.job import JobEnd, Kill
+from support.simulation.programs import KINDS_OF_OPERATIONS, Operation, expect, loss_of, make_model
+
+WAYS = ("killed", "killed", "killed", "raises", "exits", "ends", "leaves")
+NOTICE_SECONDS = 3.0
+"""From a loss, or from the moment at which a rank leaves, until the others have an error, if they need that rank."""
+END_SECONDS = 8.0
+"""The same until the job has ended: exit handlers may take five."""
+LATE_SECONDS = 20.0
+"""What a launcher takes that is later than that."""
+
+
+class Failure(Exception):
+    """What the program of a rank raises."""
+
+
+@dataclass
+class Lost:
+    """Steps that all ranks make, and what the culprit does in place of one of them."""
+
+    steps: list[str]
+    culprit: int
+    way: str
+    at: int  # A step, or a number of points
+    reaction: str  # Of the others: raise, return, shutdown
+    launcher_seconds: float
+    seed: int
+    began: dict[int, float] = field(default_factory=dict, compare=False, repr=False)  # When each rank was through init
+    failed: dict[int, float] = field(default_factory=dict, compare=False, repr=False)  # When it met an error
+    acted: list[float] = field(default_factory=list, compare=False, repr=False)  # When the culprit has failed or left
+
+    @classmethod
+    def draw(cls, seed: int, size: int) -> Lost:
+        """Draw one."""
+        draw = random.Random(seed)
+        steps = [draw.choice(["named", "inline", "train", "barrier", "objects"]) for _ in range(draw.randint(2, 8))]
+        way = draw.choice(WAYS)
+        at = int(draw.expovariate(1 / 1_500)) if way == "killed" else draw.randrange(len(steps))
+        reaction = draw.choice(["raise", "return", "shutdown"])
+        return cls(steps, draw.randrange(size), way, at, reaction, draw.choice([0.02, 0.6, LATE_SECONDS]), seed)
+
+    def options(self) -> dict[str, Any]:
+        """What `simulate` is to be given."""
+        kills = [Kill(self.at, self.culprit)] if self.way == "killed" else []
+        return {"kills": kills, "launcher_seconds": self.launcher_seconds}
+
+    def __call__(self, hvd: Any, rank: int) -> None:
+        from hvlike.system.system import system
+
+        hvd.init()
+        self.began[rank] = system.monotonic()
+        model = make_model()
+        sgd = torch.optim.SGD(model.parameters(), lr=0.05)
+        optimizer = hvd.DistributedOptimizer(sgd, model.named_parameters())
+        try:
+            for number, step in enumerate(self.steps):
+                if number == self.at and rank == self.culprit and self.way != "killed":
+                    self.acted.append(system.monotonic())
+                    if self._act(hvd):
+                        return
+                self._make(step, number, hvd, rank, model, optimizer)
+        except hvd.HorovodInternalError:
+            self.failed[rank] = system.monotonic()
+            if self.reaction == "raise":
+                raise
+            if self.reaction == "return":
+                return
+        hvd.shutdown()
+
+    def _act(self, hvd: Any) -> bool:
+        """The culprit's deed; whether it ends its program."""
+        if self.way == "raises":
+            raise Failure
+        if self.way == "exits":
+            sys.exit(3)
+        if self.way == "leaves":
+            hvd.shutdown()
+        return True
+
+    def _make(self, step: str, number: int, hvd: Any, rank: int, model: Any, optimizer: Any) -> None:
+        size = hvd.size()
+        if step == "named":
+            draw = random.Random(1000 * self.seed + number)
+            operations = [
+                Operation(
+                    100 * number + each, draw.choice(KINDS_OF_OPERATIONS), draw.choice((3, 20_000)), 0, range(size)
+                )
+                for each in range(3)
+            ]
+            random.Random(rank).shuffle(operations)
+            for end in [each.begin(hvd, rank, hvd.global_process_set) for each in operations]:
+                end()
+        elif step == "inline":
+            found = hvd.allreduce(torch.full((3,), float(rank)), op=hvd.Sum)
+            expect(found, torch.full((3,), size * (size - 1) / 2), f"rank {rank}: inline")
+        elif step == "train":
+            optimizer.zero_grad()
+            loss_of(model, number, rank).backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+        elif step == "barrier":
+            hvd.barrier()
+        else:
+            expect(hvd.allgather_object(rank), list(range(size)), f"rank {rank}: objects")
+
+    def judge(self, end: JobEnd) -> str | None:
+        """Why the job has not ended as it should; None if it has."""
+        if end.hang is not None:
+            return f"it hangs: {end.hang}"
+        for rank, outcome in enumerate(end.ranks):
+            error = type(outcome.error).__name__
+            own = {"raises": "Failure", "exits": "SystemExit"}.get(self.way) if rank == self.culprit else None
+            if outcome.error is None or error == own:
+                continue
+            # Of a lost rank shutdown() tells, too.
+            is_told = self.reaction == "raise" or self.way == "killed"
+            if error not in ("PeerLeftError", "ShutdownError") or not is_told:
+                return f"rank {rank}: {outcome.trace}"
+        when = end.gone[self.culprit] if self.way == "killed" else min(self.acted, default=end.seconds)
+        if not (end.killed or self.acted):
+            return None
+        wanted = {"raises": (self.culprit, 1), "exits": (self.culprit, 3)}.get(self.way)
+        if wanted is not None and end.aborted != wanted:
+            return f"the job ended by {end.aborted}, not {wanted}"
+        began = all(rank in self.began and self.began[rank] <= when for rank in range(len(end.ranks)))
+        if self.way == "killed" and (end.nodes > 1 or not began):
+            # The launcher ends the job: the others cannot know.
+            return None
+        limit = when + end.held + NOTICE_SECONDS
+        late = {rank: round(seconds - when, 3) for rank, seconds in self.failed.items() if seconds > limit}
+        if late:
+            return f"ranks have met an error late: {late}"
+        took = max(end.gone.values()) - when
+        return f"the job ended {took:.3f} s after it" if took > end.held + END_SECONDS else None
