@@ -98,6 +98,7 @@ class Scheduler:
         self._lost: list[SimulatedThread] = []
         self._runnable: list[SimulatedThread] = []
         self._blocked: dict[Hashable, list[SimulatedThread]] = {}  # By key
+        self._touched: list[Hashable] = []
         self._limits: list[tuple[float, int, SimulatedThread, int]] = []  # A heap
         self._numbers = 0
         self._unwinding: list[SimulatedThread] = []  # Are over, and have not ended yet
@@ -165,7 +166,7 @@ class Scheduler:
         """A point at which another thread goes on, if one can: who has waited has seen nothing new so far."""
         self.now += TICK_SECONDS
         self.points += 1
-        if self._runnable or self._left <= 1:
+        if self._runnable or self._touched or self._left <= 1:
             self._pass_on("yield")
 
     def _pass_on(self, what: str) -> None:
@@ -210,10 +211,9 @@ class Scheduler:
         return True
 
     def touch(self, key: Hashable) -> None:
-        """What some wait for may have come true."""
-        for thread in tuple(self._blocked.get(key, ())):
-            if thread.condition is not None and thread.condition():
-                self._unblock(thread)
+        """What some wait for may have come true: it is looked at before the turn is handed on."""
+        if key in self._blocked:
+            self._touched.append(key)
 
     def clock(self) -> float:
         """Virtual seconds; to look at the clock takes some."""
@@ -270,6 +270,10 @@ class Scheduler:
         while True:
             if self._unwinding:
                 return self._unwinding[0]
+            while self._touched:
+                for thread in tuple(self._blocked.get(self._touched.pop(), ())):
+                    if thread.condition is not None and thread.condition():
+                        self._unblock(thread)
             if not self._living:
                 if not self._lost:
                     return None
