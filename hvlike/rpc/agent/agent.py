@@ -39,7 +39,7 @@ from hvlike.rpc.wire.message import (
     WorkerInfo,
     describe_error,
 )
-from hvlike.system.system import system
+from hvlike.system.system import of_process, system
 from hvlike.transport.fabric import Fabric
 from hvlike.transport.messages.traffic import Topic
 
@@ -406,12 +406,16 @@ class Agent:
 
 
 class _Process:
-    agent: Agent | None = None
+    def __init__(self) -> None:
+        self.agent: Agent | None = None
+
+
+_process = of_process(_Process)
 
 
 def current_agent() -> Agent:
     """Return the agent of the running session. Raises: RuntimeError before init_rpc and after shutdown."""
-    agent = _Process.agent
+    agent = _process.agent
     if agent is None:
         raise RpcError("RPC has not been initialized. Call hvlike.rpc.init_rpc first.")
     return agent
@@ -419,9 +423,9 @@ def current_agent() -> Agent:
 
 def is_running() -> bool:
     """Return whether this worker is between init_rpc and shutdown."""
-    return _Process.agent is not None
+    return _process.agent is not None
 
 
 def set_agent(agent: Agent | None) -> None:
     """Make `agent` the agent of this process; None after the session."""
-    _Process.agent = agent
+    _process.agent = agent

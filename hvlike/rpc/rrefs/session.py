@@ -34,7 +34,7 @@ from hvlike.rpc.rrefs.lifetime import (
 from hvlike.rpc.wire.autograd_hooks import autograd_hooks
 from hvlike.rpc.wire.message import FETCH, REMOTE, Packed, Request, describe_error, function_name
 from hvlike.rpc.wire.pickler import Incoming, discard, unpack
-from hvlike.system.system import system
+from hvlike.system.system import of_process, system
 
 R = TypeVar("R")
 
@@ -143,7 +143,7 @@ class RRefSession:
     def end(self) -> None:
         """From now on RRefs of this session raise, and values that are not computed will never be."""
         self.is_over = True
-        _Process.session = None
+        _process.session = None
         failure = RpcError(f"RPC has been shut down on {self.agent.me.name} before the value of this RRef was there.")
         for entry in list(self.lifetime.owned.values()):
             self.perform(self.lifetime.settle, entry, None, failure)
@@ -192,13 +192,17 @@ def _drop_reply(source: int, packed: Packed) -> None:
 
 
 class _Process:
-    session: RRefSession | None = None
-    checks_leaks = False
+    def __init__(self) -> None:
+        self.session: RRefSession | None = None
+        self.checks_leaks = False
+
+
+_process = of_process(_Process)
 
 
 def current_session() -> RRefSession:
     """Return the running session. Raises: RuntimeError before init_rpc and after shutdown."""
-    session = _Process.session
+    session = _process.session
     if session is None:
         raise RpcError(
             "Current RPC agent is not set! Did you initialize the RPC framework (e.g. by calling `rpc.init_rpc`)?"
@@ -208,15 +212,15 @@ def current_session() -> RRefSession:
 
 def live_rrefs() -> list[LiveRRef]:
     """Return the values that this worker keeps for others; empty outside of a session."""
-    return _Process.session.live() if _Process.session is not None else []
+    return _process.session.live() if _process.session is not None else []
 
 
 def set_leak_checking(on: bool) -> None:
-    _Process.checks_leaks = on
+    _process.checks_leaks = on
 
 
 def checks_leaks() -> bool:
-    return _Process.checks_leaks
+    return _process.checks_leaks
 
 
 NAME = struct.Struct("<iq")  # The name of an RRef or a fork in a request
@@ -229,7 +233,7 @@ def begin_rrefs(agent: Agent) -> None:
     session = RRefSession(agent)
     agent.serve(REMOTE, partial(_create, session))
     agent.serve(FETCH, partial(_look_up, session), in_loop=True)
-    _Process.session = session
+    _process.session = session
 
 
 def _create(session: RRefSession, request: Request) -> None:
