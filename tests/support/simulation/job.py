@@ -25,6 +25,7 @@ from support.simulation.primitives import (
 )
 from support.simulation.scheduler import Hang, Scheduler
 from support.simulation.simulated_mpi import SimulatedMpi
+from support.simulation.torch_of_ranks import torch_of_ranks
 
 from hvlike.system.system import states_of_process, system
 
@@ -131,7 +132,8 @@ def _installed(scheduler: Scheduler, nodes: Sequence[Sequence[int]]) -> Iterator
     }
     vars(system).update(replaced)
     try:
-        yield mpi
+        with torch_of_ranks(scheduler):
+            yield mpi
     finally:
         vars(system).update(before)
 
