@@ -114,7 +114,7 @@ class Agent:
         self.lost: dict[int, str] = {}  # The workers that are known to be gone, with the reason
         self.vanished: set[int] = set()  # Those of them that have not left by themselves
         self.told: set[int] = set()  # Those whose loss this worker's program has met
-        self._ended: str | None = None
+        self.ended: str | None = None  # Why it is over here
         self._lock = system.Lock()
         self._works = 0
         self.pending = PendingCalls()
@@ -150,7 +150,7 @@ class Agent:
         """Stop receiving; calls in flight and later calls fail with RuntimeError `why`. tell: the others know of it."""
 
         def leave() -> None:
-            self._ended = why
+            self.ended = why
             self.shutdown.leave(unexpected=tell)
 
         self._loop.perform(leave)
@@ -261,7 +261,7 @@ class Agent:
 
     def _receive(self, source: int, message: tuple[Any, ...], storages: list[torch.Tensor]) -> None:
         session, what, *rest = message
-        if session != self.session or self._ended is not None:
+        if session != self.session or self.ended is not None:
             if session > self.session:
                 self._early.append((source, message, storages))
             elif what == REQUEST:
@@ -307,9 +307,9 @@ class Agent:
 
     def _send_request(self, call: Call, number: int, packed: Packed) -> None:
         rank = call.rank
-        if self._ended is not None or rank in self.lost:
+        if self.ended is not None or rank in self.lost:
             if self.pending.pop(number, None) is not None:
-                self._finish(call, RpcError(self._ended) if self._ended else self._lost_error(rank))
+                self._finish(call, RpcError(self.ended) if self.ended else self._lost_error(rank))
             return
         if call.timeout:
             call.deadline = system.monotonic() + call.timeout
@@ -331,7 +331,7 @@ class Agent:
     def _empty_outbox(self) -> None:
         while self._outbox:
             rank, kind, value, storages = self._outbox[0]
-            if self._ended is None and rank not in self.lost:
+            if self.ended is None and rank not in self.lost:
                 self._send(rank, (self.session, NOTICE, kind, value), storages)
             # Only now: a notice in the outbox keeps the session from being idle.
             self._outbox.popleft()
@@ -359,7 +359,7 @@ class Agent:
 
     def _serve(self, handler: Handler, request: Request) -> None:
         """In a pool thread."""
-        if self._ended is not None:
+        if self.ended is not None:
             # The request waited for a thread until after the session; its caller has been told.
             return
         try:
@@ -377,7 +377,7 @@ class Agent:
             result = describe_error(result, self.me)
 
         def send() -> None:
-            if self._ended is not None or source in self.lost:
+            if self.ended is not None or source in self.lost:
                 pass
             elif isinstance(result, Packed):
                 self._send_packed(source, ANSWER, number, request.kind, result)
@@ -396,7 +396,7 @@ class Agent:
 
     def _work(self, work: Callable[[], None], limited: bool) -> None:
         try:
-            if not limited or self._ended is None:
+            if not limited or self.ended is None:
                 work()
         finally:
             with self._lock:

@@ -177,6 +177,9 @@ def prepare_call(
 
 def pack_answer(agent: Agent, request: Request, value: Any) -> Packed:
     """Return a value as it travels to the caller of a request, in the request's context. Raises: what pickle raises."""
+    if agent.ended is not None:
+        # The function has outlived its session: an RRef of a later one would wait for an answer that is never sent.
+        raise RpcError(agent.ended)
     outgoing = Outgoing(
         request.source,
         cloudpickle=agent.options.cloudpickle,

@@ -4,6 +4,7 @@
     planned    training with DistributedOptimizer, with local passes and frozen layers
     join       ranks with different numbers of inputs, by Join and by hvd.join()
     mistakes   operations that differ between the ranks, or that a rank leaves for good
+    rpc        calls that make further calls, RRefs passed on and kept, sessions one after the other
 
 Every rank checks its own values against arithmetic, and raises AssertionError.
 """
@@ -16,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from support.simulation.rpc_programs import Rpc
 from torch import Tensor, nn
 
 LENGTHS = (1, 3, 700, 20_000)
@@ -269,4 +271,10 @@ class Mistaken:
         hvd.shutdown()
 
 
-KINDS: dict[str, Any] = {"named": Named, "planned": Planned, "join": Uneven, "mistakes": Mistaken}
+KINDS: dict[str, Any] = {
+    "named": Named,
+    "planned": Planned,
+    "join": Uneven,
+    "mistakes": Mistaken,
+    "rpc": Rpc,
+}

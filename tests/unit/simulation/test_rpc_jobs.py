@@ -1,0 +1,43 @@
+"""Simulated jobs of RPC."""
+
+from typing import Any
+
+import pytest
+from support.simulation.job import simulate
+from support.simulation.rpc_programs import LATE_SECONDS, take_long, worker
+from support.simulation.run import Draw, what_is_wrong
+
+from hvlike import rpc
+from hvlike.system.system import system
+
+
+def test_random_jobs() -> None:
+    for seed in range(6):
+        job = Draw.of(seed, ["rpc"], range(2, 4), range(1, 3))
+        wrong = what_is_wrong(job.run(), job)
+        assert wrong is None, f"{job}\n{wrong}"
+
+
+def test_the_same_seed_gives_the_same_job() -> None:
+    stories = [Draw.of(3, ["rpc"], range(2, 4), range(1, 3)).run(trace=True).story for _ in range(2)]
+    assert stories[0] == stories[1]
+    assert len(stories[0]) > 100
+
+
+def answers_after_its_session(hvd: Any, rank: int) -> None:
+    """A function ends in the session that follows the one of its caller, and returns an RRef of that one."""
+    rpc.init_rpc(worker(rank))
+    rpc.rpc_async(worker(rank), take_long, (LATE_SECONDS,))
+    system.sleep(LATE_SECONDS / 2)
+    rpc.shutdown(graceful=False)
+    rpc.init_rpc(worker(rank))
+    rpc.api._set_leak_checking(True)
+    system.sleep(LATE_SECONDS)
+    rpc.shutdown()
+    hvd.shutdown()
+
+
+def test_an_answer_that_outlives_its_session_leaves_nothing_in_the_next_one() -> None:
+    """Once the RRef in it counted as sent, and the owner kept its value until the end of the later session."""
+    (end,) = simulate(answers_after_its_session, [[0]], 1).ranks
+    assert end.error is None, end.trace
