@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from hvlike.errors import RpcError, WorkerLostError
-from hvlike.rpc.agent.agent import current_agent
+from hvlike.rpc.agent.agent import Agent, current_agent
 from hvlike.rpc.agent.agent import current_agent as _get_current_rpc_agent
 from hvlike.rpc.agent.agent import is_running as _is_current_rpc_agent_set
 from hvlike.rpc.agent.calls import rpc_async, rpc_sync
@@ -62,6 +62,7 @@ class _Gatherings:
         self.lock = system.Lock()
         self.rounds: dict[_Key, _Round] = {}
         self.numbers: Counter[tuple[int, tuple[str, ...]]] = Counter()
+        self.watched = 0  # The last session whose losses end rounds
 
 
 _gatherings = of_process(_Gatherings)
@@ -115,9 +116,10 @@ def _contribute(key: _Key, name: str, obj: Any) -> torch.futures.Future[dict[str
     """On the leader: take the object of one worker. Answered when all objects are there."""
     future: torch.futures.Future[dict[str, Any]] = torch.futures.Future()
     agent = current_agent()
-    if _end_rounds not in agent.when_lost:
-        agent.when_lost.append(_end_rounds)
     with _gatherings.lock:
+        if _gatherings.watched != agent.session:
+            _gatherings.watched = agent.session
+            agent.when_lost.append(partial(_end_rounds, agent))
         for rank, reason in agent.lost.items():
             if agent.workers[rank].name in key[1]:
                 raise WorkerLostError(reason, [rank])
@@ -136,9 +138,8 @@ def _contribute(key: _Key, name: str, obj: Any) -> torch.futures.Future[dict[str
     return future
 
 
-def _end_rounds(rank: int, error: Exception) -> None:
-    """On the leader: a worker is gone, and will not give its object. In the loop."""
-    agent = current_agent()
+def _end_rounds(agent: Agent, rank: int, error: Exception) -> None:
+    """On the leader: a worker is gone, and will not give its object. In the loop, perhaps as the session ends."""
     name = agent.workers[rank].name
     with _gatherings.lock:
         rounds = _gatherings.rounds

@@ -184,6 +184,7 @@ def ask_twice(served: Any, asked: Sequence[Any], call: Call) -> float:
 
 def fail_alone(call: Call) -> float:
     """Make a call that ends with an error, or may do so."""
+    failure: Exception | None = None
     try:
         if call.way == "raises":
             rpc.rpc_sync(worker(call.to), fail, (call.number,))
@@ -191,12 +192,14 @@ def fail_alone(call: Call) -> float:
             seconds = LATE_SECONDS if call.way == "late" else 1e-3 * (1 + call.number % 4)
             rpc.rpc_sync(worker(call.to), take_long, (seconds,), timeout=2e-3)
     except (RuntimeError, ValueError, TypeError) as error:
-        wanted = f"call {call.number} fails" if call.way == "raises" else "ran for more than set timeout"
-        assert wanted in str(error), f"call {call.number}: {error}"
-        kind = (ValueError, TypeError, RuntimeError)[call.number % 3] if call.way == "raises" else RuntimeError
-        assert isinstance(error, kind), f"call {call.number}: {type(error)}"
-    else:
+        failure = error
+    if failure is None:
         assert call.way == "raced", f"call {call.number} has no error"
+        return 0.0
+    wanted = f"call {call.number} fails" if call.way == "raises" else "ran for more than set timeout"
+    assert wanted in str(failure), f"call {call.number}: {failure}"
+    kind = (ValueError, TypeError, RuntimeError)[call.number % 3] if call.way == "raises" else RuntimeError
+    assert isinstance(failure, kind), f"call {call.number}: {type(failure)}"
     return 0.0
 
 

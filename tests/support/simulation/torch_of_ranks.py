@@ -1,4 +1,4 @@
-"""What torch has of its process, for simulated ranks: the groups of torch.distributed by rank, and waits for futures."""
+"""What torch has of its process, for simulated ranks: the groups of torch.distributed, and waits for futures."""
 
 from __future__ import annotations
 

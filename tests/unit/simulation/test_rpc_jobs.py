@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import pytest
 from support.simulation.job import simulate
 from support.simulation.rpc_programs import LATE_SECONDS, take_long, worker
 from support.simulation.run import Draw, what_is_wrong
@@ -41,3 +40,23 @@ def test_an_answer_that_outlives_its_session_leaves_nothing_in_the_next_one() ->
     """Once the RRef in it counted as sent, and the owner kept its value until the end of the later session."""
     (end,) = simulate(answers_after_its_session, [[0]], 1).ranks
     assert end.error is None, end.trace
+
+
+def leaves_at_once(hvd: Any, rank: int) -> list[int]:
+    """All ranks end the session without waiting for each other, after one of them has led a gathering."""
+    rpc.init_rpc(worker(rank))
+    rpc._barrier()
+    hvd.barrier()
+    rpc.shutdown(graceful=False)
+    found: list[int] = hvd.allgather_object(rank)
+    hvd.shutdown()
+    return found
+
+
+def test_workers_that_leave_at_the_same_time_do_not_end_each_others_loop() -> None:
+    """Once rank 0 heard of the other's end after its own, in the loop, and asked for the session that was over."""
+    for seed in range(46, 56):
+        end = simulate(leaves_at_once, [[0, 1]], seed, points_per_switch=3.0, most_seconds=100.0)
+        for rank in end.ranks:
+            assert rank.error is None, rank.trace
+            assert rank.result == [0, 1]
