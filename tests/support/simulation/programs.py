@@ -5,6 +5,8 @@
     join       ranks with different numbers of inputs, by Join and by hvd.join()
     mistakes   operations that differ between the ranks, or that a rank leaves for good
     rpc        calls that make further calls, RRefs passed on and kept, sessions one after the other
+    autograd   distributed backward in all modes, several at a time, and steps of distributed optimizers
+    torch      groups of torch.distributed, asynchronous work waited for in another order, point to point, objects
 
 Every rank checks its own values against arithmetic, and raises AssertionError.
 """
@@ -17,7 +19,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from support.simulation.autograd_programs import Autograd
 from support.simulation.rpc_programs import Rpc
+from support.simulation.torch_programs import Torch
 from torch import Tensor, nn
 
 LENGTHS = (1, 3, 700, 20_000)
@@ -277,4 +281,6 @@ KINDS: dict[str, Any] = {
     "join": Uneven,
     "mistakes": Mistaken,
     "rpc": Rpc,
+    "autograd": Autograd,
+    "torch": Torch,
 }
