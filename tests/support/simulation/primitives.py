@@ -99,7 +99,8 @@ class SimulatedCondition:
             self._scheduler.block(lambda: told[0], _limit(self._scheduler, timeout), "waits to be notified")
         finally:
             if not told[0]:
-                self._waiting.remove(told)
+                # By identity: others that wait look the same.
+                self._waiting = [each for each in self._waiting if each is not told]
             self._lock.acquire()
         return told[0]
 
