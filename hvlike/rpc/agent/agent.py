@@ -53,6 +53,7 @@ _autograd: Any = torch.autograd
 class Call:
     """A request on the worker that sends it, and later its reply."""
 
+    agent: Agent
     rank: int  # The worker that serves it
     kind: int
     timeout: float  # Seconds; 0: none
@@ -122,6 +123,7 @@ class Agent:
         self.sent = [0] * self.size
         self.received = [0] * self.size  # How many messages were sent to each worker, and have come from each
         self.shutdown = SessionShutdown(self)
+        self.rrefs: Any = None  # The RRefSession, to which all RRefs in messages of this session belong
         # Set by the RRefs. Calls `then` when the owners of all RRefs of a message know of them.
         self.when_confirmed: Callable[[Sequence[Any], Callable[[], None]], None] = lambda rrefs, then: then()
         # Set by the RRefs. Gets sender and reply of a call that has ended without it, in a pool thread.
@@ -196,7 +198,7 @@ class Agent:
         self, rank: int, kind: int, packed: Packed, *, timeout: float, then: Callable[[Call], None] | None = None
     ) -> Call:
         """Send a request and return its call. Blocks until it has ended, or `then` gets it in a pool thread."""
-        call = Call(rank, kind, timeout, then)
+        call = Call(self, rank, kind, timeout, then)
         number = next(self.pending.numbers)
         self.pending[number] = call
         send = partial(self._send_request, call, number, packed)

@@ -137,7 +137,7 @@ def serve_calls(agent: Agent) -> None:
 def result_of(call: Call, *, original: bool = False) -> Any:
     """Return the result of a call that has ended, or raise its error; `original`: see rebuild_error."""
     if call.reply is not None:
-        return unpack(call.reply, Incoming(call.rank))
+        return unpack(call.reply, Incoming(call.rank, call.agent.rrefs))
     if call.failure is not None:
         raise rebuild_error(call.failure, original=original)
     if call.error is None:
@@ -243,7 +243,7 @@ def _fulfil(promise: Promise, ended: Callable[[Exception | None], None] | None, 
 
 def _serve_call(agent: Agent, request: Request) -> None:
     """Serve a call. In a pool thread."""
-    incoming = Incoming(request.source)
+    incoming = Incoming(request.source, agent.rrefs)
     function = unpack(request.packed, incoming)
     request.about = function[0]
     run_when_confirmed(agent, request, incoming.rrefs, function, partial(_answer, agent, request), request.answer)

@@ -77,7 +77,7 @@ class RRefSession:
             agent.hear(kind, partial(self._hear, kind))
         agent.when_confirmed = self.when_confirmed
         agent.when_lost.append(self._forget)
-        agent.unwanted = _drop_reply
+        agent.rrefs, agent.unwanted = self, self._drop_reply
 
     def perform(self, event: Callable[..., R], *args: Any, in_loop: bool = False) -> R:
         """Let the protocol take an event, and carry out what follows. In the loop no user code runs."""
@@ -167,6 +167,12 @@ class RRefSession:
                 "num_pending_futures": str(sum(len(entry.waiting) for entry in entries)),
             }
 
+    def _drop_reply(self, source: int, packed: Packed) -> None:
+        """Drop a reply whose call has ended without it: release its RRefs; no gradients will come for its tensors."""
+        if packed.note is not None:
+            autograd_hooks().unwanted(packed.note, source)
+        discard(packed, Incoming(source, self))
+
     def _describe(self, entry: OwnedValue) -> LiveRRef:
         workers = self.agent.workers
         what = entry.what
@@ -182,13 +188,6 @@ class RRefSession:
             forks=len(holders),
             holders=tuple(workers[rank].name for rank in sorted(set(holders))),
         )
-
-
-def _drop_reply(source: int, packed: Packed) -> None:
-    """Drop a reply whose call has ended without it: release its RRefs; no gradients will come for its tensors."""
-    if packed.note is not None:
-        autograd_hooks().unwanted(packed.note, source)
-    discard(packed, Incoming(source))
 
 
 class _Process:
@@ -242,7 +241,7 @@ def _create(session: RRefSession, request: Request) -> None:
     rref, fork = (GlobalId(*NAME.unpack_from(body, start)) for start in (0, NAME.size))
     entry = session.perform(session.lifetime.create, rref, None if fork == NO_FORK else fork, request.source)
     fail = partial(_settle_failure, session, entry, request)
-    incoming = Incoming(request.source)
+    incoming = Incoming(request.source, session)
     try:
         function = unpack(request.packed._replace(body=body[2 * NAME.size :]), incoming)
     except Exception as error:

@@ -1,7 +1,9 @@
 """Simulated jobs of RPC."""
 
+from dataclasses import dataclass
 from typing import Any
 
+import pytest
 from support.simulation.job import simulate
 from support.simulation.rpc_programs import LATE_SECONDS, take_long, worker
 from support.simulation.run import Draw, what_is_wrong
@@ -60,3 +62,26 @@ def test_workers_that_leave_at_the_same_time_do_not_end_each_others_loop() -> No
         for rank in end.ranks:
             assert rank.error is None, rank.trace
             assert rank.result == [0, 1]
+
+
+@dataclass
+class LeavesAsAnAnswerComes:
+    """The answer, an RRef, of a call whose time was over comes while the session ends."""
+
+    pause: float
+
+    def __call__(self, hvd: Any, rank: int) -> None:
+        rpc.init_rpc(worker(rank))
+        with pytest.raises(RuntimeError, match="set timeout"):
+            rpc.rpc_sync(worker(rank), take_long, (4e-3,), timeout=2e-3)
+        system.sleep(self.pause)
+        rpc.shutdown(graceful=False)
+        hvd.shutdown()
+
+
+@pytest.mark.parametrize("microseconds", range(2000, 2400, 50))
+def test_an_answer_that_comes_as_the_session_ends_does_not_end_a_thread(microseconds: int) -> None:
+    """Once the thread that was to release its RRefs asked for the session that was over: one thread less listened."""
+    for seed in range(6):
+        (end,) = simulate(LeavesAsAnAnswerComes(1e-6 * microseconds), [[0]], seed, points_per_switch=3.0).ranks
+        assert end.error is None, end.trace
