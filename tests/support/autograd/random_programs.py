@@ -95,6 +95,8 @@ class _Author:
         self.thrifty = draw.random() < 0.6
         """Every result is used: the only programs that FAST can run."""
         self.leaves = tuple(tuple(self._leaf(index) for index in range(LEAVES)) for _ in range(workers))
+        self.memories = [[Memory(changeable=False) for _ in range(LEAVES)] for _ in range(workers)]
+        """Of the leaves: one that is used twice arrives as one tensor where it is sent."""
         self.routines: dict[int, Routine] = {}
         self.numbers = 0
         self.callers = 0
@@ -215,7 +217,7 @@ class _Writer:
     def _use(self, leaf: int) -> None:
         about = self._author.leaves[self._worker][leaf]
         self._steps.append(Use(leaf))
-        self.values.append(Value(about.grad, Memory(changeable=False), about.table, leaf=True))
+        self.values.append(Value(about.grad, self._author.memories[self._worker][leaf], about.table, leaf=True))
 
     def _a_leaf(self) -> None:
         self._use(self._draw.randrange(LEAVES))

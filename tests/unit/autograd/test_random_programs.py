@@ -97,3 +97,8 @@ def test_a_program_is_the_same_wherever_it_is_drawn() -> None:
 def test_fast_can_run_some_and_not_others() -> None:
     used = [run_in_one_process(key).every_result_is_used for key in KEYS[::10]]
     assert 5 < sum(used) < 25
+
+
+def test_a_leaf_that_is_used_twice_is_sent_as_one_tensor() -> None:
+    """Once the receiver was thought to have two, and changed in place what it multiplied by itself."""
+    assert run_in_one_process((39020, 3, 2)).messages
