@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import math
+import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -53,6 +54,7 @@ class JobEnd:
     points: int = 0
     longest_rest: float = 0.0  # Virtual seconds
     violations: list[str] = field(default_factory=list)  # What MPI forbids, and was done
+    died: list[str] = field(default_factory=list)  # Threads that an error has ended
     story: list[str] = field(default_factory=list)
 
 
@@ -162,8 +164,11 @@ def simulate(
     note = end.story.append if trace else None
     scheduler = Scheduler(seed, points_per_switch=points_per_switch, trace=note, most_seconds=most_seconds)
     scheduler.holds = sorted(holds)
-    collects = gc.isenabled()
+    collects, hook = gc.isenabled(), threading.excepthook
     gc.disable()
+    threading.excepthook = lambda about: end.died.append(
+        "".join(traceback.format_exception(about.exc_type, about.exc_value, about.exc_traceback))
+    )
     try:
         with _installed(scheduler, nodes) as mpi, _states(size) as states:
             scheduler.on_rank = states.change
@@ -182,6 +187,7 @@ def simulate(
             # Threads that unwind after a hang do what they like.
             end.violations = [] if end.hang is not None else list(mpi.violations)
     finally:
+        threading.excepthook = hook
         if collects:
             gc.enable()
     end.seconds, end.points, end.longest_rest = scheduler.now, scheduler.points, scheduler.longest_rest
