@@ -14,6 +14,10 @@ from torch import Tensor
 
 import hvlike.torch_distributed.process_group  # noqa: F401 - what belongs to a rank is known before the job begins
 
+# Their names until torch 2.10.
+gather_into: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+scatter_sum: Any = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
 LENGTHS = (1, 3, 700, 20_000)
 COLLECTIVES = (
     "sum",
@@ -85,7 +89,7 @@ class Operation:
             return self._end(dist.all_gather(blank, mine, **options), zip(blank, values, strict=True))
         if self.what == "gather into":
             found = torch.zeros(size * self.length)
-            return self._end(dist.all_gather_into_tensor(found, mine, **options), [(found, torch.cat(values))])
+            return self._end(gather_into(found, mine, **options), [(found, torch.cat(values))])
         if self.what == "gather":
             work = dist.gather(mine, blank if place == root else None, ranks[root], **options)
             return self._end(work, zip(blank, values, strict=True) if place == root else [])
@@ -94,7 +98,7 @@ class Operation:
             return self._end(work, [(mine, self.value(root, 1.0 + place))])
         if self.what == "reduce scatter":
             found = torch.zeros(self.length)
-            work = dist.reduce_scatter_tensor(found, torch.cat(lines), **options)
+            work = scatter_sum(found, torch.cat(lines), **options)
             return self._end(work, [(found, torch.stack(columns).sum(0))])
         if self.what == "all to all":
             return self._end(dist.all_to_all(blank, lines, **options), zip(blank, columns, strict=True))
