@@ -193,9 +193,9 @@ class Torch:
                     groups.append(dist.new_group(ranks, use_local_synchronization=local))
                 else:
                     groups.append(None)
-            for operations, after in zip(run.rounds, run.after, strict=True):
+            for number, (operations, after) in enumerate(zip(run.rounds, run.after, strict=True)):
                 self._round(operations, rank, run, groups, order)
-                meet(hvd, rank, after)
+                meet(hvd, rank, after, 9 + number)
             if run.apart:
                 for (ranks, _), group in zip(run.groups[1:], groups[1:], strict=True):
                     if rank in ranks:
@@ -225,8 +225,8 @@ class Torch:
             end()
 
 
-def meet(hvd: Any, rank: int, how: str) -> None:
-    """Do something that blocks, the same on all ranks."""
+def meet(hvd: Any, rank: int, how: str, tag: int) -> None:
+    """Do something that blocks, the same on all ranks. tag: no other round has it; some ranks are there already."""
     size = dist.get_world_size()
     if how == "objects":
         objects: list[Any] = [None] * size
@@ -246,12 +246,12 @@ def meet(hvd: Any, rank: int, how: str) -> None:
         seen = set()
         for _ in range(size - 1):
             found = torch.zeros(700)
-            source = dist.recv(found, tag=9)
+            source = dist.recv(found, tag=tag)
             assert bool((found == source).all())
             seen.add(source)
         assert seen == set(range(1, size))
     elif how == "anyone":
-        dist.send(torch.full((700,), float(rank)), 0, tag=9)
+        dist.send(torch.full((700,), float(rank)), 0, tag=tag)
     elif how == "hvlike":
         total = hvd.allreduce(torch.full((3,), float(rank)), op=hvd.Sum, name="beside")
         assert total.tolist() == [size * (size - 1) / 2] * 3
