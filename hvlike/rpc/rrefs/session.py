@@ -145,10 +145,7 @@ class RRefSession:
         self.is_over = True
         _process.session = None
         failure = RpcError(f"RPC has been shut down on {self.agent.me.name} before the value of this RRef was there.")
-        for entry in list(self.lifetime.owned.values()):
-            self.perform(self.lifetime.settle, entry, None, failure)
-        self.lifetime.owned.clear()
-        self.lifetime.forks.clear()
+        self.perform(self.lifetime.end, failure)
 
     def live(self) -> list[LiveRRef]:
         with self._lock:
