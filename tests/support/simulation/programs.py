@@ -5,6 +5,7 @@
     join       ranks with different numbers of inputs, by Join and by hvd.join()
     mistakes   operations that differ between the ranks, or that a rank leaves for good
     rpc        calls that make further calls, RRefs passed on and kept, sessions one after the other
+    leavers    sessions of RPC that some ranks leave while others call them
     autograd   distributed backward in all modes, several at a time, and steps of distributed optimizers
     torch      groups of torch.distributed, asynchronous work waited for in another order, point to point, objects
 
@@ -20,6 +21,7 @@ from typing import Any
 
 import torch
 from support.simulation.autograd_programs import Autograd
+from support.simulation.rpc_leavers import Leavers
 from support.simulation.rpc_programs import Rpc
 from support.simulation.torch_programs import Torch
 from torch import Tensor, nn
@@ -281,6 +283,7 @@ KINDS: dict[str, Any] = {
     "join": Uneven,
     "mistakes": Mistaken,
     "rpc": Rpc,
+    "leavers": Leavers,
     "autograd": Autograd,
     "torch": Torch,
 }

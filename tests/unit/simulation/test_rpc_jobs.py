@@ -19,6 +19,14 @@ def test_random_jobs() -> None:
         assert wrong is None, f"{job}\n{wrong}"
 
 
+@pytest.mark.parametrize("seed", [5, 23, 31, 37])
+def test_workers_that_leave_while_others_call_them(seed: int) -> None:
+    """Threads that still used RRefs died, and one waited for ever."""
+    job = Draw.of(seed, ["leavers"], range(2, 5), range(1, 4))
+    wrong = what_is_wrong(job.run(), job)
+    assert wrong is None, f"{job}\n{wrong}"
+
+
 def test_the_same_seed_gives_the_same_job() -> None:
     stories = [Draw.of(3, ["rpc"], range(2, 4), range(1, 3)).run(trace=True).story for _ in range(2)]
     assert stories[0] == stories[1]
