@@ -258,6 +258,9 @@ class _Writer:
             self.values[other].memory.changeable &= not change.keeps
         memory.changeable = not change.keeps
         grad = any(self.values[other].grad for other in (place, *inputs))
+        if grad and not all(value.grad for value in memory.values):
+            # torch takes a view of what had no gradient yet for a leaf.
+            memory.changeable &= len(memory.values) == 1
         for value in memory.values:
             value.grad |= grad
         self.values[place].used = False
