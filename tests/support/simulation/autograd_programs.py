@@ -16,6 +16,7 @@ from support.autograd.random_graphs import (
     run_in_one_process,
     run_over_workers,
 )
+from support.autograd.random_programs import draw_program
 from support.simulation.rpc_programs import worker
 from torch import Tensor
 
@@ -36,10 +37,23 @@ class Graph:
     def check(self) -> None:
         """Run it over the workers and in this process. Any number of them may run at a time."""
         expected = run_in_one_process(self.key)
-        # FAST needs every result; what an RRef begins is always SAFE.
-        mode = "safe" if self.mode == "fast" and not expected.every_result_is_used else self.mode
+        mode = self.mode
+        if mode == "fast" and not expected.every_result_is_used:
+            # FAST needs every result. What an RRef begins is always SAFE, so that such a program might run.
+            if not any(each.distant for each in draw_program(*self.key).passes):
+                self._fail_fast()
+            mode = "safe"
         apart = difference(run_over_workers(self.key, mode=mode), expected.gradients)
         assert apart < TOLERANCE, f"{self.key} in mode {mode} is off by {apart}"
+
+    def _fail_fast(self) -> None:
+        try:
+            run_over_workers(self.key, mode="fast")
+        except RuntimeError as error:
+            if "fast" not in str(error):
+                raise
+            return
+        raise AssertionError(f"{self.key}: FAST has taken a program with unused results")
 
 
 class Model:
@@ -50,6 +64,43 @@ class Model:
 
 
 model = of_process(Model)
+
+
+class Broken(torch.autograd.Function):
+    """A function whose backward fails."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor) -> Tensor:
+        return values * 1
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        raise ValueError("broken on purpose")
+
+
+def through_broken(values: Tensor, ranks: Sequence[int], culprit: int) -> Tensor:
+    """Come through these ranks, the one with this place in the path is broken."""
+    here = values * torch.ones(3, dtype=torch.double, requires_grad=True)
+    if culprit == 0:
+        broken: Any = Broken.apply
+        here = broken(here)
+    if not ranks:
+        return here
+    further: Tensor = rpc.rpc_sync(worker(ranks[0]), through_broken, (here, ranks[1:], culprit - 1))
+    return further
+
+
+def fail_in_backward(path: Sequence[int], culprit: int) -> None:
+    """Run a backward that fails on another worker."""
+    with autograd.context() as context:
+        loss = rpc.rpc_sync(worker(path[0]), through_broken, (start(), path[1:], culprit)).sum()
+        try:
+            autograd.backward(context, [loss])
+        except (RuntimeError, ValueError) as error:
+            if "broken on purpose" not in str(error):
+                raise
+            return
+    raise AssertionError(f"a backward through {path} that fails at {culprit} has not failed")
 
 
 def make_parameter(value: float) -> Any:
@@ -77,6 +128,8 @@ class Autograd:
     two_threads: bool
     paths: list[list[int]]
     """For each step of the optimizer: the ranks that the forward pass comes through."""
+    broken: list[tuple[list[int], int]]
+    """For each rank: a path through which backward fails, and where; empty: none."""
 
     @classmethod
     def draw(cls, seed: int, size: int) -> Autograd:
@@ -90,7 +143,9 @@ class Autograd:
         ]
         graphs = [mine[: draw.randint(0, 2)] for mine in graphs]
         paths = [draw.choices(range(size), k=draw.randint(1, 3)) for _ in range(draw.choice([0, 1, 2]))]
-        return cls(graphs, draw.random() < 0.3, paths)
+        broken = [(draw.choices(range(size), k=draw.choice([0, 0, 1, 3])), draw.randrange(3)) for _ in range(size)]
+        broken = [(path, min(culprit, len(path) - 1)) for path, culprit in broken]
+        return cls(graphs, draw.random() < 0.3, paths, broken)
 
     def __call__(self, hvd: Any, rank: int) -> None:
         Modules.rpc, Modules.autograd = rpc, autograd
@@ -98,6 +153,8 @@ class Autograd:
         # Each routine of a graph may hold a thread.
         rpc.init_rpc(worker(rank), num_worker_threads=16 * size)
         rpc.api._set_leak_checking(True)
+        if self.broken[rank][0]:
+            fail_in_backward(*self.broken[rank])
         self._check(self.graphs[rank])
         if self.paths:
             self._train(rank, size)
