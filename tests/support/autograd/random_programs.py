@@ -52,6 +52,7 @@ class Value:
     memory: Memory
     table: bool = False
     leaf: bool = False
+    """No hook is put on it."""
     used: bool = False
 
     def __post_init__(self) -> None:
@@ -259,8 +260,10 @@ class _Writer:
         memory.changeable = not change.keeps
         grad = any(self.values[other].grad for other in (place, *inputs))
         if grad and not all(value.grad for value in memory.values):
-            # torch takes a view of what had no gradient yet for a leaf.
+            # torch takes a view of what had no gradient yet for a leaf, and crashes at a hook of it.
             memory.changeable &= len(memory.values) == 1
+            for value in memory.values:
+                value.leaf |= value is not self.values[place]
         for value in memory.values:
             value.grad |= grad
         self.values[place].used = False
