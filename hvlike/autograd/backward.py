@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from hvlike.autograd.context import DistributedContext, Recv, new_ids, rank_of_id
-from hvlike.autograd.contexts import MESSAGES_ROW, contexts
+from hvlike.autograd.contexts import MESSAGES_ROW, Backwards, contexts
 from hvlike.autograd.engine import SegmentRecord
 from hvlike.autograd.local_backward import LocalBackward, Roots
 from hvlike.autograd.protocol import BackwardMessage, BackwardState, Mode, Phase
@@ -424,5 +424,5 @@ def _edges(tensors: list[Tensor]) -> Roots:
     return edges
 
 
-contexts.new_backwards = BackwardTable
-contexts.backward = backward
+Backwards.table = BackwardTable
+Backwards.run = backward

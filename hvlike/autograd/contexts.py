@@ -27,11 +27,18 @@ from hvlike.rpc.wire.autograd_hooks import (
     this_thread,
     unknown_context,
 )
-from hvlike.system.system import system
+from hvlike.system.system import of_process, system
 
 RELEASE = 50  # Notice: the context is over; the oldest of the same creator that is not (context, oldest)
 WITHDRAW = 51  # Notice, receiver -> sender: this message was dropped unopened (context, message)
 MESSAGES_ROW = "autograd messages"  # Row of the timeline for messages whose tensors require grad, and for gradients
+
+
+class Backwards:
+    """What hvlike.autograd.backward sets here; it imports this module."""
+
+    table: Callable[[Agent], Any]  # Makes the BackwardTable of a session
+    run: Callable[[int, list[Tensor], bool], None]
 
 
 class Contexts:
@@ -40,8 +47,6 @@ class Contexts:
     def __init__(self) -> None:
         self.agent: Agent | None = None
         self.backwards: Any = None  # The BackwardTable of the session
-        self.new_backwards: Callable[[Agent], Any] = lambda agent: None  # Set by hvlike.autograd.backward, like:
-        self.backward: Callable[[int, list[Tensor], bool], None]
         self._rank = -1
         self._lock = system.Lock()
         self._contexts: dict[int, DistributedContext] = {}
@@ -63,7 +68,10 @@ class Contexts:
         agent.hear(RELEASE, self._hear_release)
         agent.hear(WITHDRAW, self._hear_withdrawal)
         agent.when_lost.append(self._lose)
-        self.backwards = self.new_backwards(agent)
+        self.backwards = Backwards.table(agent)
+
+    def backward(self, context: int, roots: list[Tensor], retain_graph: bool) -> None:
+        Backwards.run(context, roots, retain_graph)
 
     def end(self) -> None:
         backwards, self.backwards = self.backwards, None
@@ -222,7 +230,7 @@ def _scan_ahead(context: ref[DistributedContext]) -> None:
         found.scan_ahead()
 
 
-contexts = Contexts()
+contexts = of_process(Contexts)
 install_autograd_hooks(contexts)
 
 

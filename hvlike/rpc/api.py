@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from hvlike.errors import RpcError, WorkerLostError
-from hvlike.rpc.agent.agent import current_agent
+from hvlike.rpc.agent.agent import Agent, current_agent
 from hvlike.rpc.agent.agent import current_agent as _get_current_rpc_agent
 from hvlike.rpc.agent.agent import is_running as _is_current_rpc_agent_set
 from hvlike.rpc.agent.calls import rpc_async, rpc_sync
@@ -26,7 +26,7 @@ from hvlike.rpc.rrefs.rref import RRef, remote
 from hvlike.rpc.rrefs.session import LiveRRef, current_session, live_rrefs
 from hvlike.rpc.rrefs.session import set_leak_checking as _set_leak_checking
 from hvlike.rpc.wire.message import WorkerInfo
-from hvlike.system.system import system
+from hvlike.system.system import of_process, system
 
 __all__ = [
     "DEFAULT_SHUTDOWN_TIMEOUT",
@@ -56,9 +56,16 @@ _Key = tuple[int, tuple[str, ...], int]  # Session, names of the workers, and ho
 _Round = tuple[dict[str, Any], list[torch.futures.Future[Any]]]
 """The objects that the leader of one _all_gather has so far, and the futures of who gave them."""
 
-_lock = system.Lock()
-_rounds: dict[_Key, _Round] = {}
-_numbers: Counter[tuple[int, tuple[str, ...]]] = Counter()
+
+class _Gatherings:
+    def __init__(self) -> None:
+        self.lock = system.Lock()
+        self.rounds: dict[_Key, _Round] = {}
+        self.numbers: Counter[tuple[int, tuple[str, ...]]] = Counter()
+        self.watched = 0  # The last session whose losses end rounds
+
+
+_gatherings = of_process(_Gatherings)
 
 
 def _all_gather(
@@ -85,9 +92,10 @@ def _all_gather(
     leader = agent.worker(names[0])
     if agent.me.name not in names:
         raise RpcError(f"_all_gather: {agent.me.name} called it with {list(names)}, a list without itself.")
-    with _lock:
-        _numbers[agent.session, names] += 1
-        key = agent.session, names, _numbers[agent.session, names]
+    with _gatherings.lock:
+        numbers = _gatherings.numbers
+        numbers[agent.session, names] += 1
+        key = agent.session, names, numbers[agent.session, names]
     gathered: dict[str, Any] = rpc_sync(leader, _contribute, (key, agent.me.name, obj), timeout=timeout)
     return gathered
 
@@ -108,32 +116,34 @@ def _contribute(key: _Key, name: str, obj: Any) -> torch.futures.Future[dict[str
     """On the leader: take the object of one worker. Answered when all objects are there."""
     future: torch.futures.Future[dict[str, Any]] = torch.futures.Future()
     agent = current_agent()
-    if _end_rounds not in agent.when_lost:
-        agent.when_lost.append(_end_rounds)
-    with _lock:
+    with _gatherings.lock:
+        if _gatherings.watched != agent.session:
+            _gatherings.watched = agent.session
+            agent.when_lost.append(partial(_end_rounds, agent))
         for rank, reason in agent.lost.items():
             if agent.workers[rank].name in key[1]:
                 raise WorkerLostError(reason, [rank])
-        for old in [each for each in _rounds if each[0] < key[0]]:
+        rounds = _gatherings.rounds
+        for old in [each for each in rounds if each[0] < key[0]]:
             # A worker did not come before its session was over.
-            del _rounds[old]
-        objects, futures = _rounds.setdefault(key, ({}, []))
+            del rounds[old]
+        objects, futures = rounds.setdefault(key, ({}, []))
         objects[name] = obj
         futures.append(future)
         complete = len(objects) == len(key[1])
         if complete:
-            del _rounds[key]
+            del rounds[key]
     for each in futures if complete else ():
         each.set_result(objects)
     return future
 
 
-def _end_rounds(rank: int, error: Exception) -> None:
-    """On the leader: a worker is gone, and will not give its object. In the loop."""
-    agent = current_agent()
+def _end_rounds(agent: Agent, rank: int, error: Exception) -> None:
+    """On the leader: a worker is gone, and will not give its object. In the loop, perhaps as the session ends."""
     name = agent.workers[rank].name
-    with _lock:
-        ended = [_rounds.pop(key) for key in list(_rounds) if key[0] == agent.session and name in key[1]]
+    with _gatherings.lock:
+        rounds = _gatherings.rounds
+        ended = [rounds.pop(key) for key in list(rounds) if key[0] == agent.session and name in key[1]]
     for _, futures in ended:
         for each in futures:
             agent.submit(partial(each.set_exception, error))

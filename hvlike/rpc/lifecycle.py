@@ -19,7 +19,7 @@ from hvlike.rpc.rrefs.session import begin_rrefs, checks_leaks, current_session,
 from hvlike.rpc.wire.autograd_hooks import autograd_hooks
 from hvlike.rpc.wire.devices import DeviceMaps, DeviceOffer, check_offers
 from hvlike.rpc.wire.message import WorkerInfo
-from hvlike.system.system import system
+from hvlike.system.system import of_process, system
 from hvlike.transport.fabric import Fabric
 from hvlike.transport.host import mpi_library
 
@@ -31,11 +31,16 @@ ANSWER_SECONDS = 1.0  # How long a shutdown waits for the status of the other wo
 
 
 class _Sessions:
-    fabric: Fabric | None = None
-    early: list[Any]  # Messages that have come over this fabric for sessions which have not begun here
-    number = 0  # Number of the last session; the same on all workers
     running: Context
     """hvlike's context in which the last session began; it is not the current one any more while hvlike ends."""
+
+    def __init__(self) -> None:
+        self.fabric: Fabric | None = None
+        self.early: list[Any] = []  # Messages that have come over this fabric for sessions which have not begun here
+        self.number = 0  # Number of the last session; the same on all workers
+
+
+_sessions = of_process(_Sessions)
 
 
 def init_rpc(
@@ -82,19 +87,19 @@ def init_rpc(
         wrong = f"init_rpc: rank={rank} was given on MPI's rank {here}; leave it out, mpirun numbers the ranks."
     elif not wrong and world_size not in (None, size):
         wrong = f"init_rpc: world_size={world_size} was given, but mpirun has started {size} ranks; leave it out."
-    answers = allgather_object((wrong, name, _Sessions.number, options.offer()), name="hvlike.rpc.init_rpc")
+    answers = allgather_object((wrong, name, _sessions.number, options.offer()), name="hvlike.rpc.init_rpc")
     _check_answers(answers, here)
-    _Sessions.number = max(number for _, _, number, _ in answers) + 1
-    if _Sessions.fabric is not running.fabric:
-        _Sessions.fabric, _Sessions.early = running.fabric, []
+    _sessions.number = max(number for _, _, number, _ in answers) + 1
+    if _sessions.fabric is not running.fabric:
+        _sessions.fabric, _sessions.early = running.fabric, []
     workers = tuple(WorkerInfo(each, number) for number, (_, each, *_) in enumerate(answers))
     devices = DeviceMaps(here, [each.name for each in workers], [each[3] for each in answers], options.devices)
-    agent = Agent(running.fabric, _Sessions.early, _Sessions.number, workers, options, devices)
+    agent = Agent(running.fabric, _sessions.early, _sessions.number, workers, options, devices)
     serve_calls(agent)
     begin_rrefs(agent)
     autograd_hooks().begin(agent)
     set_agent(agent)
-    _Sessions.running = running
+    _sessions.running = running
     running.before_close.append(_end_with_hvlike)
     running.when_lost.append(partial(_lose, agent))
     agent.begin()
@@ -129,7 +134,7 @@ def shutdown(graceful: bool = True, timeout: float = 0) -> None:
         # Takes away all RRefs of other workers' values, held or not, and tells their owners.
         session.perform(session.lifetime.drop_all)
         _wait_until_quiet(agent, REFERENCES, deadline)
-        if _Sessions.running.world.job is not None:
+        if _sessions.running.world.job is not None:
             _wait_until_known(agent, deadline)
         leaked = [str(each) for each in live_rrefs()] if checks_leaks() else []
     except WorkerLostError:
@@ -204,7 +209,7 @@ def _wait_until_known(agent: Agent, deadline: float | None) -> None:
 
 
 def _end(agent: Agent, *, tell: bool) -> None:
-    running = _Sessions.running
+    running = _sessions.running
     running.before_close.remove(_end_with_hvlike)
     running.when_lost[:] = [each for each in running.when_lost if getattr(each, "args", ()) != (agent,)]
     agent.end(f"RPC has been shut down on {agent.me.name} (rank {agent.rank}) while this was in flight.", tell=tell)

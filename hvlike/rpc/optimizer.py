@@ -14,10 +14,16 @@ from hvlike.rpc.agent.calls import rpc_async
 from hvlike.rpc.rrefs.rref import RRef
 from hvlike.rpc.wire.autograd_hooks import autograd_hooks, in_context
 from hvlike.rpc.wire.message import WorkerInfo
-from hvlike.system.system import system
+from hvlike.system.system import of_process, system
 
-_stepping = system.Lock()
-"""Held by the one optimizer that steps on this worker, because it uses the `.grad` of its parameters."""
+
+class _Stepping:
+    def __init__(self) -> None:
+        self.lock = system.Lock()
+        """Held by the one optimizer that steps on this worker, because it uses the `.grad` of its parameters."""
+
+
+_stepping = of_process(_Stepping)
 
 
 class DistributedOptimizer:
@@ -154,7 +160,7 @@ def _step(local: RRef[LocalOptimizer], context_id: int) -> None:
     """Step with the gradients of a context, which are in `.grad` meanwhile. Runs on an owner."""
     optimizer, parameters = local.local_value()
     gradients = autograd_hooks().gradients(context_id)
-    with _stepping:
+    with _stepping.lock:
         before = [parameter.grad for parameter in parameters]
         try:
             for parameter in parameters:

@@ -9,7 +9,7 @@ from hvlike.collectives.health.stall_inspector import ANSWER_SECONDS, SHOWN_STAC
 from hvlike.collectives.requests.message_table import name_ranks
 from hvlike.collectives.session.context import Context
 from hvlike.observe.log import main_stack
-from hvlike.system.system import system
+from hvlike.system.system import of_process, system
 from hvlike.transport.loop.coroutine import Coroutine, Wait
 from hvlike.transport.messages.traffic import Topic
 
@@ -106,11 +106,17 @@ def describe_calls(answers: Mapping[int, Answer | None]) -> str:
     return ", ".join(f"rank {rank} {answer.call}" for rank, answer in answers.items() if answer and answer.call)
 
 
-_known: dict[Context, Directory] = {}
+class _Directories:
+    def __init__(self) -> None:
+        self.known: dict[Context, Directory] = {}
+
+
+_directories = of_process(_Directories)
 
 
 def directory_of(context: Context) -> Directory:
-    if context not in _known:
-        _known.clear()
-        _known[context] = Directory(context)
-    return _known[context]
+    known = _directories.known
+    if context not in known:
+        known.clear()
+        known[context] = Directory(context)
+    return known[context]

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from hvlike.errors import PeerLeftError, ShutdownError
+from hvlike.system.system import of_process
 from hvlike.torch_distributed.tensor_bytes import TensorBytes
 from hvlike.transport.fabric import Fabric
 from hvlike.transport.loop.coroutine import Coroutine, Wait
@@ -286,12 +287,18 @@ def _unreadable(offer: Offer) -> Coroutine[None]:
 
 
 def endpoint_of(fabric: Fabric) -> Endpoint:
-    endpoint = _endpoints.get(fabric)
+    known = _endpoints.known
+    endpoint = known.get(fabric)
     if endpoint is None:
         # One fabric runs at a time: the one before was shut down.
-        _endpoints.clear()
-        endpoint = _endpoints[fabric] = Endpoint(fabric)
+        known.clear()
+        endpoint = known[fabric] = Endpoint(fabric)
     return endpoint
 
 
-_endpoints: dict[Fabric, Endpoint] = {}
+class _Endpoints:
+    def __init__(self) -> None:
+        self.known: dict[Fabric, Endpoint] = {}
+
+
+_endpoints = of_process(_Endpoints)

@@ -30,7 +30,7 @@ from hvlike.collectives.requests.process_set import FIRST_PRIVATE_SET, ProcessSe
 from hvlike.collectives.session.context import Context, current
 from hvlike.collectives.session.process_set_state import ProcessSetState
 from hvlike.errors import HorovodInternalError, StalledError, UsageError
-from hvlike.system.system import system
+from hvlike.system.system import of_process, system
 from hvlike.torch_distributed.calls import CallQueue
 from hvlike.transport.fabric import Fabric
 from hvlike.transport.loop.coroutine import Coroutine
@@ -162,15 +162,19 @@ class GroupNames:
 class _Run:
     """The last run of hvlike that has had a group."""
 
-    context: Context | None = None
-    names = GroupNames()
+    def __init__(self) -> None:
+        self.context: Context | None = None
+        self.names = GroupNames()
+
+
+_run = of_process(_Run)
 
 
 def names() -> GroupNames:
     """The names of this run: a rank that takes part only since hvlike has started again knows of no earlier groups."""
-    if _Run.context is not current():
-        _Run.context, _Run.names = current(), GroupNames()
-    return _Run.names
+    if _run.context is not current():
+        _run.context, _run.names = current(), GroupNames()
+    return _run.names
 
 
 def process_set_of(group: Any) -> ProcessSet:

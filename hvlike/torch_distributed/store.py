@@ -24,7 +24,7 @@ from torch._C._distributed_c10d import Store
 from hvlike.collectives.session import context
 from hvlike.collectives.session.context import Context
 from hvlike.errors import HorovodInternalError, LaunchError, UsageError
-from hvlike.system.system import system
+from hvlike.system.system import of_process, system
 from hvlike.torch_distributed.key_value_table import Answer, Due, Table
 from hvlike.transport.host import mpi_library, rank_variables
 from hvlike.transport.host.launchers import detect_launcher
@@ -56,7 +56,7 @@ class MpiStore(_StoreBase):
         self._calls = _calls_of(context.current())
         self._number = next(self._calls.stores)
         # torch keeps only the part of it that is not Python.
-        _kept.append(self)
+        _process.kept.append(self)
 
     def set(self, key: str, value: str | bytes) -> None:
         self._ask("set", key, _encode(value))
@@ -127,9 +127,6 @@ class MpiStore(_StoreBase):
     def _ask(self, what: str, *arguments: Any, timeout: timedelta | None = None) -> Any:
         seconds = (self.timeout if timeout is None else timeout).total_seconds()
         return self._calls.ask(self._number, what, arguments, seconds)
-
-
-_kept: list[MpiStore] = []
 
 
 def _encode(value: str | bytes) -> bytes:
@@ -248,16 +245,21 @@ class _Calls:
         self._loop.post(lambda: self._fail("hvlike has been shut down on this rank"))
 
 
-class _Current:
-    calls: _Calls | None = None
-    lock = system.Lock()
+class _Process:
+    def __init__(self) -> None:
+        self.kept: list[MpiStore] = []
+        self.calls: _Calls | None = None
+        self.lock = system.Lock()
+
+
+_process = of_process(_Process)
 
 
 def _calls_of(running: Context) -> _Calls:
-    with _Current.lock:
-        if _Current.calls is None or _Current.calls.running is not running:
-            _Current.calls = _Calls(running)
-        return _Current.calls
+    with _process.lock:
+        if _process.calls is None or _process.calls.running is not running:
+            _process.calls = _Calls(running)
+        return _process.calls
 
 
 def find_place(url: str) -> tuple[MpiStore, int, int]:
@@ -274,11 +276,12 @@ def find_place(url: str) -> tuple[MpiStore, int, int]:
     given = parse_qs(urlparse(url).query)
     rank, size = (int(given[name][0]) if name in given else None for name in ("rank", "world_size"))
     check_place(rank, size, world)
-    # After a loss the variables are those of before, and this rank may have another number.
-    anew = world.job is not None and world.job.losses > 0
-    if rank is None and size is None and not anew:
-        check_environment(os.environ, world.rank, world.size)
-    set_variables(os.environ, world, anew=anew)
+    if system.mpi is None:
+        # After a loss the variables are those of before, and this rank may have another number.
+        anew = world.job is not None and world.job.losses > 0
+        if rank is None and size is None and not anew:
+            check_environment(os.environ, world.rank, world.size)
+        set_variables(os.environ, world, anew=anew)
     return MpiStore(), world.rank, world.size
 
 

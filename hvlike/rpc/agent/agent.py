@@ -39,7 +39,7 @@ from hvlike.rpc.wire.message import (
     WorkerInfo,
     describe_error,
 )
-from hvlike.system.system import system
+from hvlike.system.system import of_process, system
 from hvlike.transport.fabric import Fabric
 from hvlike.transport.messages.traffic import Topic
 
@@ -53,6 +53,7 @@ _autograd: Any = torch.autograd
 class Call:
     """A request on the worker that sends it, and later its reply."""
 
+    agent: Agent
     rank: int  # The worker that serves it
     kind: int
     timeout: float  # Seconds; 0: none
@@ -114,7 +115,7 @@ class Agent:
         self.lost: dict[int, str] = {}  # The workers that are known to be gone, with the reason
         self.vanished: set[int] = set()  # Those of them that have not left by themselves
         self.told: set[int] = set()  # Those whose loss this worker's program has met
-        self._ended: str | None = None
+        self.ended: str | None = None  # Why it is over here
         self._lock = system.Lock()
         self._works = 0
         self.pending = PendingCalls()
@@ -122,6 +123,7 @@ class Agent:
         self.sent = [0] * self.size
         self.received = [0] * self.size  # How many messages were sent to each worker, and have come from each
         self.shutdown = SessionShutdown(self)
+        self.rrefs: Any = None  # The RRefSession, to which all RRefs in messages of this session belong
         # Set by the RRefs. Calls `then` when the owners of all RRefs of a message know of them.
         self.when_confirmed: Callable[[Sequence[Any], Callable[[], None]], None] = lambda rrefs, then: then()
         # Set by the RRefs. Gets sender and reply of a call that has ended without it, in a pool thread.
@@ -150,7 +152,7 @@ class Agent:
         """Stop receiving; calls in flight and later calls fail with RuntimeError `why`. tell: the others know of it."""
 
         def leave() -> None:
-            self._ended = why
+            self.ended = why
             self.shutdown.leave(unexpected=tell)
 
         self._loop.perform(leave)
@@ -196,7 +198,7 @@ class Agent:
         self, rank: int, kind: int, packed: Packed, *, timeout: float, then: Callable[[Call], None] | None = None
     ) -> Call:
         """Send a request and return its call. Blocks until it has ended, or `then` gets it in a pool thread."""
-        call = Call(rank, kind, timeout, then)
+        call = Call(self, rank, kind, timeout, then)
         number = next(self.pending.numbers)
         self.pending[number] = call
         send = partial(self._send_request, call, number, packed)
@@ -261,7 +263,7 @@ class Agent:
 
     def _receive(self, source: int, message: tuple[Any, ...], storages: list[torch.Tensor]) -> None:
         session, what, *rest = message
-        if session != self.session or self._ended is not None:
+        if session != self.session or self.ended is not None:
             if session > self.session:
                 self._early.append((source, message, storages))
             elif what == REQUEST:
@@ -307,9 +309,9 @@ class Agent:
 
     def _send_request(self, call: Call, number: int, packed: Packed) -> None:
         rank = call.rank
-        if self._ended is not None or rank in self.lost:
+        if self.ended is not None or rank in self.lost:
             if self.pending.pop(number, None) is not None:
-                self._finish(call, RpcError(self._ended) if self._ended else self._lost_error(rank))
+                self._finish(call, RpcError(self.ended) if self.ended else self._lost_error(rank))
             return
         if call.timeout:
             call.deadline = system.monotonic() + call.timeout
@@ -331,7 +333,7 @@ class Agent:
     def _empty_outbox(self) -> None:
         while self._outbox:
             rank, kind, value, storages = self._outbox[0]
-            if self._ended is None and rank not in self.lost:
+            if self.ended is None and rank not in self.lost:
                 self._send(rank, (self.session, NOTICE, kind, value), storages)
             # Only now: a notice in the outbox keeps the session from being idle.
             self._outbox.popleft()
@@ -359,7 +361,7 @@ class Agent:
 
     def _serve(self, handler: Handler, request: Request) -> None:
         """In a pool thread."""
-        if self._ended is not None:
+        if self.ended is not None:
             # The request waited for a thread until after the session; its caller has been told.
             return
         try:
@@ -377,7 +379,7 @@ class Agent:
             result = describe_error(result, self.me)
 
         def send() -> None:
-            if self._ended is not None or source in self.lost:
+            if self.ended is not None or source in self.lost:
                 pass
             elif isinstance(result, Packed):
                 self._send_packed(source, ANSWER, number, request.kind, result)
@@ -396,7 +398,7 @@ class Agent:
 
     def _work(self, work: Callable[[], None], limited: bool) -> None:
         try:
-            if not limited or self._ended is None:
+            if not limited or self.ended is None:
                 work()
         finally:
             with self._lock:
@@ -406,12 +408,16 @@ class Agent:
 
 
 class _Process:
-    agent: Agent | None = None
+    def __init__(self) -> None:
+        self.agent: Agent | None = None
+
+
+_process = of_process(_Process)
 
 
 def current_agent() -> Agent:
     """Return the agent of the running session. Raises: RuntimeError before init_rpc and after shutdown."""
-    agent = _Process.agent
+    agent = _process.agent
     if agent is None:
         raise RpcError("RPC has not been initialized. Call hvlike.rpc.init_rpc first.")
     return agent
@@ -419,9 +425,9 @@ def current_agent() -> Agent:
 
 def is_running() -> bool:
     """Return whether this worker is between init_rpc and shutdown."""
-    return _Process.agent is not None
+    return _process.agent is not None
 
 
 def set_agent(agent: Agent | None) -> None:
     """Make `agent` the agent of this process; None after the session."""
-    _Process.agent = agent
+    _process.agent = agent

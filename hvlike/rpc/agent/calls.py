@@ -137,7 +137,7 @@ def serve_calls(agent: Agent) -> None:
 def result_of(call: Call, *, original: bool = False) -> Any:
     """Return the result of a call that has ended, or raise its error; `original`: see rebuild_error."""
     if call.reply is not None:
-        return unpack(call.reply, Incoming(call.rank))
+        return unpack(call.reply, Incoming(call.rank, call.agent.rrefs))
     if call.failure is not None:
         raise rebuild_error(call.failure, original=original)
     if call.error is None:
@@ -177,6 +177,9 @@ def prepare_call(
 
 def pack_answer(agent: Agent, request: Request, value: Any) -> Packed:
     """Return a value as it travels to the caller of a request, in the request's context. Raises: what pickle raises."""
+    if agent.ended is not None:
+        # The function has outlived its session: an RRef of a later one would wait for an answer that is never sent.
+        raise RpcError(agent.ended)
     outgoing = Outgoing(
         request.source,
         cloudpickle=agent.options.cloudpickle,
@@ -240,7 +243,7 @@ def _fulfil(promise: Promise, ended: Callable[[Exception | None], None] | None, 
 
 def _serve_call(agent: Agent, request: Request) -> None:
     """Serve a call. In a pool thread."""
-    incoming = Incoming(request.source)
+    incoming = Incoming(request.source, agent.rrefs)
     function = unpack(request.packed, incoming)
     request.about = function[0]
     run_when_confirmed(agent, request, incoming.rrefs, function, partial(_answer, agent, request), request.answer)

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import count
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch.autograd import profiler
@@ -23,22 +23,28 @@ from hvlike.observe.recorder import Recorder
 from hvlike.rpc.agent.agent import Agent
 from hvlike.rpc.agent.futures import Promise, async_execution, is_async
 from hvlike.rpc.wire.message import Description, Packed, Request, describe_subject, function_name
-from hvlike.system.system import system
+from hvlike.system.system import of_process, system
 
 _autograd: Any = torch.autograd
+
+
+class _Rows:
+    def __init__(self) -> None:
+        self.lock = system.Lock()
+        self.used: dict[str, set[int]] = {}  # The numbers that are taken, by title
+
+
+_rows = of_process(_Rows)
 
 
 class TimelineRow:
     """A row "<title> <number>" of this worker's timeline, the first free one: for things that overlap."""
 
-    _lock = system.Lock()
-    _used: ClassVar[dict[str, set[int]]] = {}
-
     def __init__(self, recorder: Recorder, title: str) -> None:
         self._recorder = recorder
         self._generation = recorder.generation
-        self._numbers = self._used.setdefault(title, set())
-        with self._lock:
+        self._numbers = _rows.used.setdefault(title, set())
+        with _rows.lock:
             self._number = next(number for number in count(1) if number not in self._numbers)
             self._numbers.add(self._number)
         self._row = recorder.row(f"{title} {self._number}")

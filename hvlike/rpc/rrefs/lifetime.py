@@ -155,6 +155,7 @@ class Lifetime:
         self.lost: set[int] = set()
         self.no_creations: dict[int, Exception] = {rank: WorkerLostError(_GONE)}
         """Workers from which no creation can come any more, and why: this one, and those that are lost."""
+        self._over: Exception | None = None  # After the session: why values that are asked for will never be there
         self._effects = Effects()
         self._numbers = count()
 
@@ -228,6 +229,14 @@ class Lifetime:
                 self.settle(entry, None, failure)
             self._free_unneeded(entry)
 
+    def end(self, failure: Exception) -> None:
+        """The session is over, though threads may use its RRefs: what is not computed fails, now or when heard of."""
+        self._over = failure
+        for entry in list(self.owned.values()):
+            self.settle(entry, None, failure)
+        self.owned.clear()
+        self.forks.clear()
+
     def _tell(self, rank: int, kind: int, *names: GlobalId) -> None:
         self._effects.notices.append((rank, kind, tuple(map(tuple, names))))
 
@@ -239,6 +248,8 @@ class Lifetime:
         entry.created = True
         if fork is not None:
             self._share(entry, fork, rank)
+        if self._over is not None:
+            self.settle(entry, None, self._over)
         return entry
 
     def find(self, rref: GlobalId) -> OwnedValue:
@@ -246,8 +257,9 @@ class Lifetime:
         entry = self.owned.get(rref)
         if entry is None:
             entry = self.owned[rref] = OwnedValue(rref)
-            if rref.created_on in self.no_creations:
-                self.settle(entry, None, self.no_creations[rref.created_on])
+            failure = self._over or self.no_creations.get(rref.created_on)
+            if failure is not None:
+                self.settle(entry, None, failure)
         return entry
 
     def settle(self, entry: OwnedValue, value: Any, failure: Any) -> None:
@@ -347,7 +359,7 @@ class Lifetime:
             self._delete_finished(fork)
 
     def _delete_finished(self, fork: Fork) -> None:
-        if fork.dropped and fork.confirmed and not fork.children and not fork.deleted:
+        if fork.dropped and fork.confirmed and not fork.children and not fork.deleted and self._over is None:
             fork.deleted = True
             del self.forks[fork.id]
             self._tell(fork.owner, DELETE, fork.rref, fork.id)

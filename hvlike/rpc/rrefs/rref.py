@@ -328,7 +328,7 @@ def _reduce(rref: RRef[Any], outgoing: Outgoing) -> tuple[int, ...]:
 
 
 def _restore(numbers: tuple[int, ...], incoming: Incoming) -> RRef[Any]:
-    session = current_session()
+    session = incoming.session
     held = session.perform(session.lifetime.receive, Ticket.unpack(numbers), incoming.source)
     rref: RRef[Any] = RRef._of(session, held)
     incoming.rrefs.append(rref)

@@ -34,7 +34,7 @@ from hvlike.rpc.rrefs.lifetime import (
 from hvlike.rpc.wire.autograd_hooks import autograd_hooks
 from hvlike.rpc.wire.message import FETCH, REMOTE, Packed, Request, describe_error, function_name
 from hvlike.rpc.wire.pickler import Incoming, discard, unpack
-from hvlike.system.system import system
+from hvlike.system.system import of_process, system
 
 R = TypeVar("R")
 
@@ -77,7 +77,7 @@ class RRefSession:
             agent.hear(kind, partial(self._hear, kind))
         agent.when_confirmed = self.when_confirmed
         agent.when_lost.append(self._forget)
-        agent.unwanted = _drop_reply
+        agent.rrefs, agent.unwanted = self, self._drop_reply
 
     def perform(self, event: Callable[..., R], *args: Any, in_loop: bool = False) -> R:
         """Let the protocol take an event, and carry out what follows. In the loop no user code runs."""
@@ -143,12 +143,9 @@ class RRefSession:
     def end(self) -> None:
         """From now on RRefs of this session raise, and values that are not computed will never be."""
         self.is_over = True
-        _Process.session = None
+        _process.session = None
         failure = RpcError(f"RPC has been shut down on {self.agent.me.name} before the value of this RRef was there.")
-        for entry in list(self.lifetime.owned.values()):
-            self.perform(self.lifetime.settle, entry, None, failure)
-        self.lifetime.owned.clear()
-        self.lifetime.forks.clear()
+        self.perform(self.lifetime.end, failure)
 
     def live(self) -> list[LiveRRef]:
         with self._lock:
@@ -167,6 +164,12 @@ class RRefSession:
                 "num_pending_futures": str(sum(len(entry.waiting) for entry in entries)),
             }
 
+    def _drop_reply(self, source: int, packed: Packed) -> None:
+        """Drop a reply whose call has ended without it: release its RRefs; no gradients will come for its tensors."""
+        if packed.note is not None:
+            autograd_hooks().unwanted(packed.note, source)
+        discard(packed, Incoming(source, self))
+
     def _describe(self, entry: OwnedValue) -> LiveRRef:
         workers = self.agent.workers
         what = entry.what
@@ -184,21 +187,18 @@ class RRefSession:
         )
 
 
-def _drop_reply(source: int, packed: Packed) -> None:
-    """Drop a reply whose call has ended without it: release its RRefs; no gradients will come for its tensors."""
-    if packed.note is not None:
-        autograd_hooks().unwanted(packed.note, source)
-    discard(packed, Incoming(source))
-
-
 class _Process:
-    session: RRefSession | None = None
-    checks_leaks = False
+    def __init__(self) -> None:
+        self.session: RRefSession | None = None
+        self.checks_leaks = False
+
+
+_process = of_process(_Process)
 
 
 def current_session() -> RRefSession:
     """Return the running session. Raises: RuntimeError before init_rpc and after shutdown."""
-    session = _Process.session
+    session = _process.session
     if session is None:
         raise RpcError(
             "Current RPC agent is not set! Did you initialize the RPC framework (e.g. by calling `rpc.init_rpc`)?"
@@ -208,15 +208,15 @@ def current_session() -> RRefSession:
 
 def live_rrefs() -> list[LiveRRef]:
     """Return the values that this worker keeps for others; empty outside of a session."""
-    return _Process.session.live() if _Process.session is not None else []
+    return _process.session.live() if _process.session is not None else []
 
 
 def set_leak_checking(on: bool) -> None:
-    _Process.checks_leaks = on
+    _process.checks_leaks = on
 
 
 def checks_leaks() -> bool:
-    return _Process.checks_leaks
+    return _process.checks_leaks
 
 
 NAME = struct.Struct("<iq")  # The name of an RRef or a fork in a request
@@ -229,7 +229,7 @@ def begin_rrefs(agent: Agent) -> None:
     session = RRefSession(agent)
     agent.serve(REMOTE, partial(_create, session))
     agent.serve(FETCH, partial(_look_up, session), in_loop=True)
-    _Process.session = session
+    _process.session = session
 
 
 def _create(session: RRefSession, request: Request) -> None:
@@ -238,7 +238,7 @@ def _create(session: RRefSession, request: Request) -> None:
     rref, fork = (GlobalId(*NAME.unpack_from(body, start)) for start in (0, NAME.size))
     entry = session.perform(session.lifetime.create, rref, None if fork == NO_FORK else fork, request.source)
     fail = partial(_settle_failure, session, entry, request)
-    incoming = Incoming(request.source)
+    incoming = Incoming(request.source, session)
     try:
         function = unpack(request.packed._replace(body=body[2 * NAME.size :]), incoming)
     except Exception as error:

@@ -89,6 +89,7 @@ class Incoming:
     """One message being opened."""
 
     source: int  # The sender's rank
+    session: Any = None  # To which the RRefs belong; it may be over by now
     rrefs: list[Any] = field(default_factory=list)  # The RRefs in the message; what restores them adds them
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import ModuleType
@@ -28,6 +27,8 @@ from support.autograd.programs import (
 )
 from support.autograd.random_programs import draw_program
 from torch import Tensor
+
+from hvlike.system.system import system
 
 Key = tuple[int, int, int]
 """What draw_program is given."""
@@ -298,7 +299,7 @@ class OverWorkers:
             reference.local_value()
         # The owner confirms when it is done; nothing may run on when the context has gone.
         while not (reference.is_owner() or reference.confirmed_by_owner()):
-            time.sleep(1e-4)
+            system.sleep(1e-4)
 
     def refer(self, worker: int, values: list[Tensor]) -> Any:
         return Modules.rpc.RRef(values)

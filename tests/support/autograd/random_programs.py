@@ -52,6 +52,7 @@ class Value:
     memory: Memory
     table: bool = False
     leaf: bool = False
+    """No hook is put on it."""
     used: bool = False
 
     def __post_init__(self) -> None:
@@ -95,6 +96,8 @@ class _Author:
         self.thrifty = draw.random() < 0.6
         """Every result is used: the only programs that FAST can run."""
         self.leaves = tuple(tuple(self._leaf(index) for index in range(LEAVES)) for _ in range(workers))
+        self.memories = [[Memory(changeable=False) for _ in range(LEAVES)] for _ in range(workers)]
+        """Of the leaves: one that is used twice arrives as one tensor where it is sent."""
         self.routines: dict[int, Routine] = {}
         self.numbers = 0
         self.callers = 0
@@ -215,7 +218,7 @@ class _Writer:
     def _use(self, leaf: int) -> None:
         about = self._author.leaves[self._worker][leaf]
         self._steps.append(Use(leaf))
-        self.values.append(Value(about.grad, Memory(changeable=False), about.table, leaf=True))
+        self.values.append(Value(about.grad, self._author.memories[self._worker][leaf], about.table, leaf=True))
 
     def _a_leaf(self) -> None:
         self._use(self._draw.randrange(LEAVES))
@@ -256,6 +259,11 @@ class _Writer:
             self.values[other].memory.changeable &= not change.keeps
         memory.changeable = not change.keeps
         grad = any(self.values[other].grad for other in (place, *inputs))
+        if grad and not all(value.grad for value in memory.values):
+            # torch takes a view of what had no gradient yet for a leaf, and crashes at a hook of it.
+            memory.changeable &= len(memory.values) == 1
+            for value in memory.values:
+                value.leaf |= value is not self.values[place]
         for value in memory.values:
             value.grad |= grad
         self.values[place].used = False

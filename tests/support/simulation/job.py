@@ -12,6 +12,7 @@ import gc
 import io
 import math
 import os
+import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -32,6 +33,7 @@ from support.simulation.processes import Processes
 from support.simulation.scheduler import Hang, Scheduler
 from support.simulation.simulated_mpi import SimulatedMpi
 from support.simulation.sockets import Sockets
+from support.simulation.torch_of_ranks import torch_of_ranks
 
 from hvlike.system.system import states_of_process, system
 from hvlike.transport.failure import fault_tolerance
@@ -68,6 +70,7 @@ class JobEnd:
     points: int = 0
     longest_rest: float = 0.0  # Virtual seconds
     violations: list[str] = field(default_factory=list)  # What MPI forbids, and was done
+    died: list[str] = field(default_factory=list)  # Threads that an error has ended
     story: list[str] = field(default_factory=list)
     gone: dict[int, float] = field(default_factory=dict)  # When the process of each rank has ended
     killed: set[int] = field(default_factory=set)
@@ -171,7 +174,7 @@ def _installed(
     vars(system).update(replaced)
     process_memory.FUNCTIONS.update({name: processes.access(each) for name, each in functions.items()})
     try:
-        with contextlib.redirect_stderr(io.StringIO()):
+        with contextlib.redirect_stderr(io.StringIO()), torch_of_ranks(scheduler):
             yield mpi, processes
     finally:
         vars(system).update(before)
@@ -215,8 +218,11 @@ def simulate(
     note = end.story.append if trace else None
     scheduler = Scheduler(seed, points_per_switch=points_per_switch, trace=note, most_seconds=most_seconds)
     scheduler.holds = sorted(holds)
-    collects = gc.isenabled()
+    collects, hook = gc.isenabled(), threading.excepthook
     gc.disable()
+    threading.excepthook = lambda about: end.died.append(
+        "".join(traceback.format_exception(about.exc_type, about.exc_value, about.exc_traceback))
+    )
     try:
         with (
             _environment(environment),
@@ -249,6 +255,7 @@ def simulate(
             end.violations = [] if end.hang is not None else list(mpi.violations)
             end.gone, end.killed, end.aborted = processes.gone, processes.killed, processes.aborted
     finally:
+        threading.excepthook = hook
         if collects:
             gc.enable()
     end.seconds, end.points, end.longest_rest = scheduler.now, scheduler.points, scheduler.longest_rest

@@ -6,6 +6,10 @@
     mistakes   operations that differ between the ranks, or that a rank leaves for good
     lost       a rank that is killed, fails or leaves (lost_programs.py)
     elastic    ranks that are lost under fault tolerance, and the others go on (elastic_programs.py)
+    rpc        calls that make further calls, RRefs passed on and kept, sessions one after the other
+    leavers    sessions of RPC that some ranks leave while others call them
+    autograd   distributed backward in all modes, several at a time, and steps of distributed optimizers
+    torch      groups of torch.distributed, asynchronous work waited for in another order, point to point, objects
 
 Every rank checks its own values against arithmetic, and raises AssertionError.
 """
@@ -19,6 +23,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from support.simulation.autograd_programs import Autograd
+from support.simulation.rpc_leavers import Leavers
+from support.simulation.rpc_programs import Rpc
+from support.simulation.torch_programs import Torch
 from torch import Tensor, nn
 
 LENGTHS = (1, 3, 700, 20_000)
@@ -284,5 +292,15 @@ class Elsewhere:
         return getattr(importlib.import_module(f"support.simulation.{self.module}"), self.name).draw(seed, size)
 
 
-KINDS: dict[str, Any] = {"named": Named, "planned": Planned, "join": Uneven, "mistakes": Mistaken}
-KINDS |= {"lost": Elsewhere("lost_programs", "Lost"), "elastic": Elsewhere("elastic_programs", "Elastic")}
+KINDS: dict[str, Any] = {
+    "named": Named,
+    "planned": Planned,
+    "join": Uneven,
+    "mistakes": Mistaken,
+    "lost": Elsewhere("lost_programs", "Lost"),
+    "elastic": Elsewhere("elastic_programs", "Elastic"),
+    "rpc": Rpc,
+    "leavers": Leavers,
+    "autograd": Autograd,
+    "torch": Torch,
+}

@@ -105,6 +105,8 @@ def what_is_wrong(end: JobEnd, job: Draw) -> str | None:
             return f"rank {rank}: {outcome.trace}"
     if end.hang is not None:
         return f"it hangs: {end.hang}"
+    if end.died:
+        return "an error has ended a thread: " + "\n".join(end.died)
     if end.longest_rest > LONGEST_REST_SECONDS and job.kind in PROMPT_KINDS and not job.holds:
         return f"all ranks have slept for {end.longest_rest:.3f} virtual seconds: somebody was not woken"
     return None

@@ -20,6 +20,7 @@ from collections.abc import Callable, Hashable
 from heapq import heappop, heappush
 
 TICK_SECONDS = 4e-6  # What passes at a point, or when somebody looks at the clock: Python takes about as long
+POLLED = "polled"
 MOST_POINTS = 3_000_000  # After so many a job counts as one that never ends
 
 
@@ -190,7 +191,8 @@ class Scheduler:
     def block(self, ready: Callable[[], bool], until: float | None, what: str, key: Hashable = None) -> bool:
         """Wait until the condition holds, or until a moment; whether it holds.
 
-        key: what is touched when the condition may have become true. None: it never does.
+        key: what is touched when the condition may have become true. None: it never does. POLLED: it is looked at each
+        time that the turn is handed on.
         """
         me = self.current
         if me is None:
@@ -270,6 +272,8 @@ class Scheduler:
         while True:
             if self._unwinding:
                 return self._unwinding[0]
+            if POLLED in self._blocked:
+                self._touched.append(POLLED)
             while self._touched:
                 for thread in tuple(self._blocked.get(self._touched.pop(), ())):
                     if thread.condition is not None and thread.condition():

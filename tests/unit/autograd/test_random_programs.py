@@ -97,3 +97,13 @@ def test_a_program_is_the_same_wherever_it_is_drawn() -> None:
 def test_fast_can_run_some_and_not_others() -> None:
     used = [run_in_one_process(key).every_result_is_used for key in KEYS[::10]]
     assert 5 < sum(used) < 25
+
+
+def test_a_leaf_that_is_used_twice_is_sent_as_one_tensor() -> None:
+    """Once the receiver was thought to have two, and changed in place what it multiplied by itself."""
+    assert run_in_one_process((39020, 3, 2)).messages
+
+
+def test_a_view_of_what_had_no_gradient_is_not_changed_in_place() -> None:
+    """Once it was, after a change of what it looks at had brought one: torch takes it for a leaf."""
+    assert run_in_one_process((2543011, 2, 1)).messages
