@@ -96,6 +96,15 @@ class Context:
         if system.mpi is None:
             rank_variables.set_at_start(os.environ, self.world)
         self.fabric = Fabric(self.world, peer_memory=knobs.peer_memory)
+        try:
+            self._open(process_sets, settings)
+        except BaseException:
+            # Its thread would go on calling MPI, beside what gives this start up and what starts again.
+            self.fabric.close()
+            raise
+
+    def _open(self, process_sets: Sequence[ProcessSet], settings: JobSettings) -> None:
+        knobs = self.knobs
         self.guard.before_end.append(self.fabric.recorder.flush)
         settings.apply(self.fabric)
         self._processes = {rank: bell.process for rank, bell in self.fabric.bells.items()}

@@ -127,9 +127,9 @@ class Elastic:
         first = min((end.gone[rank] for rank in end.killed), default=math.inf)
         if len(self.began) < size or max(self.began.values()) > first:
             # Lost in init(): the others may end, too.
-            return next(
-                (each.trace for each in end.ranks if each.error is not None and "PeerLeftError" not in each.trace), None
-            )
+            errors = [each for each in end.ranks if each.error is not None]
+            known = ("PeerLeftError", "RestartError", "SystemExit")
+            return next((each.trace for each in errors if type(each.error).__name__ not in known), None)
         histories = {}
         for rank, outcome in enumerate(end.ranks):
             error = type(outcome.error).__name__
