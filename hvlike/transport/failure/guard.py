@@ -67,7 +67,7 @@ class Guard:
         self._on_end = on_end
         self._on_first_node = on_first_node
         self._owner = os.getpid()
-        self._exit = ExitObserver(self._on_sys_exit)
+        self._exit = ExitObserver(self.on_sys_exit)
         self.before_end: list[Callable[[], object]] = []  # What is still written when this rank fails, in some thread
         self._failure: int | None = None
         self._failed_at = 0.0
@@ -98,7 +98,7 @@ class Guard:
             self._install_hooks()
 
     def _install_hooks(self) -> None:
-        self._previous_hook, sys.excepthook = sys.excepthook, self._on_exception
+        self._previous_hook, sys.excepthook = sys.excepthook, self.on_exception
         self._previous_thread_hook, threading.excepthook = threading.excepthook, self._on_thread_exception
         self._exit.install()
         if launchers.detect_launcher(os.environ) is not None:
@@ -117,7 +117,7 @@ class Guard:
         self._watching = False
         ON_DUTY.guard = None
         # A bound method is a new object at each access, so compare by value.
-        if sys.excepthook == self._on_exception:
+        if sys.excepthook == self.on_exception:
             sys.excepthook = self._previous_hook
         if threading.excepthook == self._on_thread_exception:
             threading.excepthook = self._previous_thread_hook
@@ -164,7 +164,8 @@ class Guard:
     def _is_mine(self) -> bool:
         return self._watching and os.getpid() == self._owner
 
-    def _on_exception(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    def on_exception(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        """What sys.excepthook is while the guard is installed: report the error, and end the job."""
         if not self._is_mine():
             self._previous_hook(kind, error, trace)
             return
@@ -208,7 +209,8 @@ class Guard:
                     f"{printing.traceback_of(kind, error, trace)}hvlike: the program's hook failed: {reason}"
                 )
 
-    def _on_sys_exit(self, status: int) -> None:
+    def on_sys_exit(self, status: int) -> None:
+        """The program has called sys.exit(): a status other than 0 ends the job."""
         if self._is_mine() and status:
             self._end_soon(status)
 
@@ -291,7 +293,7 @@ class Guard:
 
     def _was_failure_hidden(self) -> bool:
         """Whether an uncaught exception went to a hook that somebody installed in front of ours."""
-        replaced = sys.excepthook != self._on_exception
+        replaced = sys.excepthook != self.on_exception
         last = getattr(sys, "last_value", None)
         return self._exit.status is None and replaced and last is not None and last is not self._last_error
 

@@ -37,7 +37,7 @@ class Processes:
         """How long after a loss the launcher ends the other ranks."""
         self.start_thread: Callable[[Callable[[], None]], object] = bool
         """Starts a thread that belongs to no rank."""
-        self._scheduler, self._mpi, self._node_of, self._outlives = scheduler, mpi, node_of, outlives
+        self.scheduler, self._mpi, self._node_of, self._outlives = scheduler, mpi, node_of, outlives
         self._handlers: dict[int, list[tuple[Any, tuple[Any, ...]]]] = {rank: [] for rank in node_of}
         self._holders: dict[int, FirstReport] = {}
 
@@ -45,7 +45,7 @@ class Processes:
 
     def process(self) -> int:
         """os.getpid."""
-        return FIRST_PROCESS + self._scheduler.rank
+        return FIRST_PROCESS + self.scheduler.rank
 
     def kill(self, process: int, number: int) -> None:
         """os.kill."""
@@ -60,23 +60,23 @@ class Processes:
         rank = process - FIRST_PROCESS
         if rank in self.gone:
             return {}
-        stopped = any(each.rank == rank and each.held_until > self._scheduler.now for each in self._scheduler.threads)
+        stopped = any(each.rank == rank and each.held_until > self.scheduler.now for each in self.scheduler.threads)
         return {"State": "T (stopped)" if stopped else "S (sleeping)", "SigCgt": "0"}
 
     def at_exit(self, function: Any, *arguments: Any) -> Any:
         """atexit.register."""
-        self._handlers[self._scheduler.rank].append((function, arguments))
+        self._handlers[self.scheduler.rank].append((function, arguments))
         return function
 
     def not_at_exit(self, function: Any) -> None:
         """atexit.unregister."""
-        handlers = self._handlers[self._scheduler.rank]
+        handlers = self._handlers[self.scheduler.rank]
         handlers[:] = [each for each in handlers if each[0] != function]
 
     def exit_now(self, status: int) -> NoReturn:
         """os._exit."""
         self._check()
-        self.lose(self._scheduler.rank)
+        self.lose(self.scheduler.rank)
         raise JobEnded
 
     def access(self, function: Any) -> Any:
@@ -92,7 +92,7 @@ class Processes:
 
     def first_report(self) -> FirstReport:
         """hvlike.transport.failure.first_report.FirstReport."""
-        rank = self._scheduler.rank
+        rank = self.scheduler.rank
         return FirstReport(self, self._holders, self._node_of[rank], rank)
 
     # -- ends -------------------------------------------------------------------------------------------
@@ -116,8 +116,8 @@ class Processes:
         """The launcher kills all processes."""
         if self.aborted is None:
             self.aborted = rank, status
-        others = [each for each in self._handlers if each != self._scheduler.rank]
-        for each in [*others, self._scheduler.rank]:
+        others = [each for each in self._handlers if each != self.scheduler.rank]
+        for each in [*others, self.scheduler.rank]:
             if each in self._handlers and each not in self.gone:
                 self._mpi.lose(each)
                 self._end(each)
@@ -131,11 +131,11 @@ class Processes:
         except SystemExit as end:
             status = end.code if isinstance(end.code, int) else int(end.code is not None)
             if guard() is not None:
-                guard()._on_sys_exit(status)
+                guard().on_sys_exit(status)
             self._exit(rank, status)
         except Exception:
             if guard() is not None:
-                guard()._on_exception(*sys.exc_info())
+                guard().on_exception(*sys.exc_info())
             self._exit(rank, 1)
         else:
             self._exit(rank, 0)
@@ -151,17 +151,17 @@ class Processes:
         self._end(rank)
 
     def _launch_end(self) -> None:
-        self._scheduler.sleep(self.launcher_seconds)
+        self.scheduler.sleep(self.launcher_seconds)
         self.end_all(-1, 137)
 
     def _end(self, rank: int) -> None:
-        self.gone[rank] = self._scheduler.now
-        self._scheduler.touch(self)
-        self._scheduler.lose(rank)
+        self.gone[rank] = self.scheduler.now
+        self.scheduler.touch(self)
+        self.scheduler.lose(rank)
 
     def _check(self) -> None:
         """A thread that unwinds after the end ends nothing."""
-        if self._scheduler.current is None or self._scheduler.current.is_over:
+        if self.scheduler.current is None or self.scheduler.current.is_over:
             raise JobEnded
 
 
@@ -169,13 +169,13 @@ class FirstReport:
     """hvlike.transport.failure.first_report.FirstReport: of the processes of a node the first one that claims it."""
 
     def __init__(self, processes: Processes, holders: dict[int, FirstReport], node: int, rank: int) -> None:
-        self._processes, self._holders, self._node, self._rank = processes, holders, node, rank
-        self._told: list[tuple[int, str]] = []
+        self._processes, self._holders, self._node, self.rank = processes, holders, node, rank
+        self.told: list[tuple[int, str]] = []
 
     @property
     def _holder(self) -> FirstReport | None:
         holder = self._holders.get(self._node)
-        return None if holder is None or holder._rank in self._processes.gone else holder
+        return None if holder is None or holder.rank in self._processes.gone else holder
 
     @property
     def is_held(self) -> bool:
@@ -188,22 +188,22 @@ class FirstReport:
         if holder is None:
             self._holders[self._node] = self
         elif holder is not self:
-            holder._told.append((rank, summary))
+            holder.told.append((rank, summary))
         return holder in (None, self)
 
     def others(self) -> list[tuple[int, str]]:
         """Who has told this process, so far."""
-        told, self._told = self._told, []
+        told, self.told = self.told, []
         return told
 
     def release(self) -> None:
         """Give it back."""
         if self.is_held:
             del self._holders[self._node]
-            self._processes._scheduler.touch(self._processes)
+            self._processes.scheduler.touch(self._processes)
 
     def wait_for_holder(self, deadline: float) -> None:
         """Sleep while another one has it."""
-        self._processes._scheduler.block(
+        self._processes.scheduler.block(
             lambda: self._holder in (None, self), deadline, "waits for the rank that reports", self._processes
         )

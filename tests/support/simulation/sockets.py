@@ -33,23 +33,23 @@ class SocketEvents:
 
     def __init__(self, sockets: Sockets, scheduler: Scheduler, endpoint: Endpoint, *, tell: bool) -> None:
         """tell: whether MPI uses sockets at all."""
-        self._sockets, self._scheduler, self._endpoint = sockets, scheduler, endpoint
+        self._sockets, self._scheduler, self.endpoint = sockets, scheduler, endpoint
         self._tell = tell
-        self._rung = False
+        self.rung = False
         self.carry = self.paced = False
         self.token = scheduler.rank + 1
 
     def scan(self) -> None:
         """Forget what they have told so far."""
-        self._endpoint.take_events()
+        self.endpoint.take_events()
 
     def check_carry(self) -> None:
         """Whether they have told of messages since `scan`."""
-        self.carry = self._endpoint.take_events() and self._tell
+        self.carry = self.endpoint.take_events() and self._tell
 
     def sleep(self, seconds: float) -> bool:
         """Sleep until one of them tells of something, a rank of this node rings, or so long."""
-        scheduler, endpoint = self._scheduler, self._endpoint
+        scheduler, endpoint = self._scheduler, self.endpoint
         limit = scheduler.now + seconds
         while scheduler.now < limit:
             until = min(limit, endpoint.next_told())
@@ -57,21 +57,21 @@ class SocketEvents:
             if self._is_told():
                 break
         endpoint.take_events()
-        self._rung = False
+        self.rung = False
         return True
 
     def _wakes(self, until: float) -> bool:
-        return self._is_told() or self._endpoint.next_told() < until
+        return self._is_told() or self.endpoint.next_told() < until
 
     def _is_told(self) -> bool:
-        return self._rung or self._endpoint.next_told() <= self._scheduler.now
+        return self.rung or self.endpoint.next_told() <= self._scheduler.now
 
     def send(self, token: int) -> None:
         """Wake the rank that has this token."""
         other = self._sockets.find(token)
         if other is not None:
-            other._rung = True
-            self._scheduler.touch(other._endpoint)
+            other.rung = True
+            self._scheduler.touch(other.endpoint)
 
     def close(self) -> None:
         """Nothing is to be done."""

@@ -49,7 +49,9 @@ OF_TORCH = {
     "_set_pg_timeout",
     "_set_rpc_timeout",
     "_set_static_graph",
+    "_set_thread_isolation_mode",
     "_source_rank",
+    "_world",
 }
 OF_HOROVOD = {"_handles", "_parameter_names", "_requires_update", "_should_synchronize"}
 # Where a test replaces or watches a part of the machine from outside: each is to be made a seam, none to be added.
