@@ -32,6 +32,7 @@ from support.simulation.primitives import (
 from support.simulation.processes import Processes
 from support.simulation.scheduler import Hang, Scheduler
 from support.simulation.simulated_mpi import SimulatedMpi
+from support.simulation.simulated_network import Message
 from support.simulation.sockets import Sockets
 from support.simulation.torch_of_ranks import torch_of_ranks
 
@@ -39,6 +40,8 @@ from hvlike.system.system import states_of_process, system
 from hvlike.transport.failure import fault_tolerance
 from hvlike.transport.failure.guard import ON_DUTY
 from hvlike.transport.memory import process_memory
+from hvlike.transport.messages.channel import FLAG_BITS, HEADER
+from hvlike.transport.messages.traffic import Topic
 
 Program = Callable[[Any, int], Any]
 """(hvlike, rank): what it returns is the rank's result."""
@@ -232,7 +235,7 @@ def simulate(
             prepare(mpi)
             scheduler.on_rank = states.change
             if trace:
-                mpi.trace = scheduler.say
+                mpi.trace, mpi.explain = scheduler.say, _topic_of
 
             def start(rank: int, name: str, run: Callable[[], None]) -> None:
                 thread: Any = system.Thread(target=run, name=name, daemon=True)
@@ -245,7 +248,8 @@ def simulate(
             scheduler.events.sort(key=lambda event: event[0])
             for rank in range(size):
                 outcome = end.ranks[rank]
-                run = partial(processes.run, rank, _main(hvlike, program, rank, outcome), lambda: ON_DUTY.guard)
+                main = _main(hvlike, program, rank, outcome, scheduler.say)
+                run = partial(processes.run, rank, main, lambda: ON_DUTY.guard)
                 start(rank, "main", run)
             try:
                 scheduler.run()
@@ -262,14 +266,24 @@ def simulate(
     return end
 
 
-def _main(hvd: Any, program: Program, rank: int, outcome: Outcome) -> Callable[[], None]:
+def _topic_of(message: Message) -> str:
+    """What a message of hvlike's channel is about; payloads have other tags."""
+    if not message.context.name.startswith("hvlike") or message.tag != 1:
+        return ""
+    code, _, _ = HEADER.unpack_from(message.memory.data)
+    return f": {Topic(code >> FLAG_BITS).name}"
+
+
+def _main(hvd: Any, program: Program, rank: int, outcome: Outcome, say: Callable[[str], None]) -> Callable[[], None]:
     def run() -> None:
         try:
             outcome.result = program(hvd, rank)
         except (Exception, SystemExit) as error:
             outcome.error, outcome.trace = error, traceback.format_exc()
             outcome.ended = True
+            say(f"the program ends with {type(error).__name__}: {error}")
             raise
         outcome.ended = True
+        say("the program ends")
 
     return run

@@ -1,4 +1,4 @@
-"""Jobs in which one rank is killed, fails or leaves beside named and planned work, as docs/failures.md describes them.
+"""Jobs in which one rank is killed, fails or leaves beside all kinds of work; docs/failures.md says what happens then.
 
     killed     at any point; the launcher ends the job soon, or so late that the others notice first
     raises     an exception that nobody catches           the job ends with status 1
@@ -52,7 +52,9 @@ class Lost:
     def draw(cls, seed: int, size: int) -> Lost:
         """Draw one."""
         draw = random.Random(seed)
-        steps = [draw.choice(["named", "inline", "train", "barrier", "objects"]) for _ in range(draw.randint(2, 8))]
+        steps = [
+            draw.choice(["named", "inline", "train", "join", "barrier", "objects"]) for _ in range(draw.randint(2, 8))
+        ]
         way = draw.choice(WAYS)
         at = int(draw.expovariate(1 / 1_500)) if way == "killed" else draw.randrange(len(steps))
         reaction = draw.choice(["raise", "return", "shutdown"])
@@ -113,13 +115,22 @@ class Lost:
             found = hvd.allreduce(torch.full((3,), float(rank)), op=hvd.Sum)
             expect(found, torch.full((3,), size * (size - 1) / 2), f"rank {rank}: inline")
         elif step == "train":
-            optimizer.zero_grad()
-            loss_of(model, number, rank).backward()  # type: ignore[no-untyped-call]
-            optimizer.step()
+            self._train(number, rank, model, optimizer)
+        elif step == "join":
+            from hvlike.join import Join
+
+            with Join([optimizer]):
+                for each in range((rank + number) % 3):
+                    self._train(number + each, rank, model, optimizer)
         elif step == "barrier":
             hvd.barrier()
         else:
             expect(hvd.allgather_object(rank), list(range(size)), f"rank {rank}: objects")
+
+    def _train(self, number: int, rank: int, model: Any, optimizer: Any) -> None:
+        optimizer.zero_grad()
+        loss_of(model, number, rank).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
 
     def judge(self, end: JobEnd) -> str | None:
         """Why the job has not ended as it should; None if it has."""

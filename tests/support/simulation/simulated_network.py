@@ -168,6 +168,8 @@ class Network:
         self.thread_level = THREAD_SERIALIZED
         """What MPI supports. Below THREAD_MULTIPLE two threads of a rank must not be in calls at the same time."""
         self.trace: Callable[[str], None] | None = None
+        self.explain: Callable[[Message], str] = lambda message: ""
+        """Says in a trace what a message is."""
         self.on_abort: Callable[[int, int], object] | None = None
         """Told the rank and the status when Abort is called; after that, ProcessEnded is raised there."""
         self.violations: list[str] = []  # The texts of all assertions that have failed, whoever has caught them
@@ -244,7 +246,8 @@ class Network:
         self._messages += 1
         if buffered_at == now:
             message.read()
-        self.tell("sent", message)
+        if self.trace is not None:
+            self.trace(f"sent {message}{self.explain(message)}")
         receiver = self.endpoints[ends[1]]
         heappush(receiver.arriving, (arrival, message.number, message))
         if self.node_of[ends[0]] != self.node_of[ends[1]]:
