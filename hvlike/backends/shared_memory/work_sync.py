@@ -76,6 +76,8 @@ class WorkSync:
         words[STAMPS + parity] = stamp & 0xFFFFFFFFFFFFFFFF
         words[PLACES + parity] = place
         words[ACTIVE + parity] = active
+        # Who sees that this rank has arrived reads the others then.
+        self.region.order()
         words[ARRIVED] = number
         return number
 

@@ -12,12 +12,11 @@ Each rank has two semaphores and a few words in one segment of the node:
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 
 from hvlike.system.mapped_memory import Segment
-from hvlike.system.semaphore import SEMAPHORE_BYTES, Semaphore
+from hvlike.system.semaphore import SEMAPHORE_BYTES
 from hvlike.system.system import system
 
 
@@ -39,8 +38,8 @@ class Fence:
 
 class _Pair:
     def __init__(self) -> None:
-        self._memory = ctypes.create_string_buffer(SEMAPHORE_BYTES)
-        self._semaphore = Semaphore(ctypes.addressof(self._memory))
+        self._memory = system.private(SEMAPHORE_BYTES)
+        self._semaphore = system.semaphore(self._memory, 0)
         self._semaphore.initialise()
 
     def __enter__(self) -> None:

@@ -34,6 +34,7 @@ from support.simulation.scheduler import Hang, Scheduler
 from support.simulation.simulated_mpi import SimulatedMpi
 from support.simulation.simulated_network import Message
 from support.simulation.sockets import Sockets
+from support.simulation.store_buffers import Order
 from support.simulation.torch_of_ranks import torch_of_ranks
 
 from hvlike.system.system import states_of_process, system
@@ -132,13 +133,13 @@ def _environment(variables: Mapping[str, str]) -> Iterator[None]:
 
 @contextmanager
 def _installed(
-    scheduler: Scheduler, nodes: Sequence[Sequence[int]], *, shares_cores: bool
+    scheduler: Scheduler, nodes: Sequence[Sequence[int]], *, shares_cores: bool, stores: Order
 ) -> Iterator[tuple[SimulatedMpi, Processes]]:
     """Let hvlike reach the simulation in the place of the system."""
     outlives = fault_tolerance.is_enabled(os.environ)
     mpi = SimulatedMpi(scheduler, nodes, outlives=outlives)
     node_of = {rank: number for number, ranks in enumerate(nodes) for rank in ranks}
-    memory = NodeMemory(scheduler, node_of)
+    memory = NodeMemory(scheduler, node_of, stores)
     core = {rank: frozenset([0 if shares_cores else rank]) for rank in node_of}
     sockets = Sockets(scheduler, mpi)
     processes = Processes(scheduler, mpi, node_of, outlives=outlives)
@@ -157,7 +158,7 @@ def _installed(
         "Event": lambda: SimulatedEvent(scheduler),
         "cores": lambda: core[scheduler.rank],
         "yield_core": scheduler.give_way,
-        "orders_stores": True,
+        "orders_stores": stores != "reordered",
         "semaphore": memory.semaphore,
         "words": memory.words,
         "private": memory.private,
@@ -194,6 +195,7 @@ def simulate(
     most_seconds: float = math.inf,
     holds: Sequence[tuple[int, int, float]] = (),
     shares_cores: bool = False,
+    stores: Order = "at once",
     prepare: Callable[[SimulatedMpi], object] = bool,
     kills: Sequence[Kill] = (),
     launcher_seconds: float = 0.1,
@@ -203,7 +205,8 @@ def simulate(
 
     most_seconds: of virtual time, after which a job counts as one that never ends. Ranks that wait look around a few
     times a second for ever. holds: after so many points that rank goes on no more, for so many seconds. shares_cores:
-    all ranks have one core. prepare: may set attributes of the network.
+    all ranks have one core. stores: when others see what a rank writes to shared memory. prepare: may set attributes of
+    the network.
     launcher_seconds: how long after a loss the launcher kills the other ranks, unless the job outlives it.
     environment: variables that all ranks have.
     """
@@ -229,7 +232,7 @@ def simulate(
     try:
         with (
             _environment(environment),
-            _installed(scheduler, nodes, shares_cores=shares_cores) as (mpi, processes),
+            _installed(scheduler, nodes, shares_cores=shares_cores, stores=stores) as (mpi, processes),
             _states(size) as states,
         ):
             prepare(mpi)

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from support.simulation.primitives import SimulatedSemaphore
 from support.simulation.scheduler import Scheduler
+from support.simulation.store_buffers import Order, StoreBuffers
 
 from hvlike.system.mapped_memory import Offer, Segment, words
 
@@ -38,19 +39,29 @@ class PlainOffer:
 class Words:
     """A view of words of 8 bytes: each look and each change is a point."""
 
-    __slots__ = ("_scheduler", "view")
+    __slots__ = ("_buffers", "_first", "_scheduler", "_step", "view")
 
-    def __init__(self, scheduler: Scheduler, view: memoryview) -> None:
-        self._scheduler, self.view = scheduler, view
+    def __init__(
+        self, scheduler: Scheduler, buffers: StoreBuffers, view: memoryview, first: int, step: int = 1
+    ) -> None:
+        """first: the address of the first one. step: from each to the next one. Both in words."""
+        self._scheduler, self._buffers, self.view = scheduler, buffers, view
+        self._first, self._step = first, step
 
     def __getitem__(self, place: Any) -> Any:
         if isinstance(place, slice):
-            return Words(self._scheduler, self.view[place])
+            start, _, step = place.indices(len(self.view))
+            first = self._first + start * self._step
+            return Words(self._scheduler, self._buffers, self.view[place], first, step * self._step)
         self._scheduler.switch("look")
-        return self.view[place]
+        return self._buffers.look(self.view, place, self._first + place * self._step)
 
     def __setitem__(self, place: Any, value: Any) -> None:
-        self.view[place] = value.view if isinstance(value, Words) else value
+        if isinstance(place, slice):
+            self._scheduler.fence()
+            self.view[place] = value.view if isinstance(value, Words) else value
+        else:
+            self._buffers.store(self.view, place, self._first + place * self._step, value)
         self._scheduler.switch("store")
 
     def __len__(self) -> int:
@@ -58,8 +69,7 @@ class Words:
 
     def __iter__(self) -> Iterator[int]:
         for place in range(len(self.view)):
-            self._scheduler.switch("look")
-            yield self.view[place]
+            yield self[place]
 
     def tolist(self) -> list[int]:
         """All of them."""
@@ -67,19 +77,22 @@ class Words:
 
     def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
         """The memory itself: who changes it so says by a word that it has."""
+        self._scheduler.fence()
         return np.asarray(self.view, dtype)
 
     def tobytes(self) -> bytes:
         """All of them, as they lie in memory."""
         self._scheduler.switch("look")
+        self._scheduler.fence()
         return self.view.tobytes()
 
 
 class NodeMemory:
     """The segments of a job, by node."""
 
-    def __init__(self, scheduler: Scheduler, node_of: dict[int, int]) -> None:
+    def __init__(self, scheduler: Scheduler, node_of: dict[int, int], order: Order) -> None:
         self._scheduler, self._node_of = scheduler, node_of
+        self._buffers = StoreBuffers(scheduler, order)
         self._segments: dict[str, tuple[int, PlainSegment]] = {}
 
     def private(self, nbytes: int) -> Segment:
@@ -99,7 +112,7 @@ class NodeMemory:
 
     def words(self, segment: Any, offset: int, count: int) -> Any:
         """mapped_memory.words."""
-        return Words(self._scheduler, words(segment, offset, count))
+        return Words(self._scheduler, self._buffers, words(segment, offset, count), (segment.address + offset) // 8)
 
     def semaphore(self, segment: Any, offset: int) -> Any:
         """The one that lies there."""

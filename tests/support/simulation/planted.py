@@ -25,6 +25,30 @@ PLANTS = [
         (BELL, "        self._words[_ASLEEP] = how\n        self._fence()\n", "        self._fence()\n"),
     ),
     plant(
+        "a driver that leaves takes what was posted before all see that it has left",
+        (
+            BELL,
+            "        with self._fence.barrier:\n            pass\n        return self.rung()",
+            "        return self.rung()",
+        ),
+    ),
+    plant(
+        "a driver sleeps before all see that it does",
+        (BELL, "        self._words[_ASLEEP] = how\n        self._fence()\n", "        self._words[_ASLEEP] = how\n"),
+    ),
+    plant(
+        "others see that a rank has arrived before they see at what",
+        (SYNC, "        self.region.order()\n        words[ARRIVED] = number\n", "        words[ARRIVED] = number\n"),
+    ),
+    plant(
+        "who advances a counter looks for sleepers before all see it",
+        (
+            "backends/shared_memory/region.py",
+            "        with self.fence.barrier:\n            pass\n        for bell in self.sleepers:\n",
+            "        for bell in self.sleepers:\n",
+        ),
+    ),
+    plant(
         "a driver sleeps without a last look",
         (
             LOOP,

@@ -22,6 +22,7 @@ class SimulatedLock:
 
     def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
         """Take it."""
+        self._scheduler.fence()
         self._scheduler.switch("lock")
         if self._held and blocking:
             self._scheduler.block(self._is_free, _limit(self._scheduler, timeout), "waits for a lock", self)
@@ -34,6 +35,7 @@ class SimulatedLock:
         """Give it back."""
         assert self._held, "a lock was released that nobody holds"
         self._held = False
+        self._scheduler.fence()
         self._scheduler.touch(self)
         self._scheduler.switch("unlock")
 
@@ -147,6 +149,7 @@ class SimulatedEvent:
 
     def set(self) -> None:
         """Set it."""
+        self._scheduler.fence()
         self._is_set = True
         self._scheduler.touch(self)
         self._scheduler.switch("event")
@@ -172,6 +175,7 @@ class SimulatedSemaphore:
 
     def post(self) -> int:
         """Add one."""
+        self._scheduler.fence()
         self._count += 1
         self._scheduler.touch(self)
         self._scheduler.switch("post")
@@ -179,6 +183,7 @@ class SimulatedSemaphore:
 
     def take(self) -> int:
         """Take one, if there is one."""
+        self._scheduler.fence()
         self._scheduler.switch("take")
         if not self._count:
             return -1

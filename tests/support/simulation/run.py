@@ -23,6 +23,7 @@ from support.simulation.job import JobEnd, Program, simulate
 from support.simulation.planted import PLANTS
 from support.simulation.programs import KINDS
 from support.simulation.simulated_mpi import SimulatedMpi
+from support.simulation.store_buffers import Order
 
 MOST_SECONDS = 300.0
 # For so long all ranks may sleep at once, in jobs that nobody holds up: what is found at the next look around, after
@@ -42,6 +43,7 @@ class Draw:
     holds: list[tuple[int, int, float]]
     shares_cores: bool  # All ranks have one core
     network: dict[str, bool | int]  # Attributes of the simulated MPI
+    stores: Order = "at once"
 
     @classmethod
     def of(cls, seed: int, kinds: Sequence[str], ranks: range, nodes: range) -> Draw:
@@ -64,7 +66,9 @@ class Draw:
             "sockets_tell": draw.random() < 0.7,
         }
         switches = draw.choice([3.0, 10.0, 40.0, 200.0])
-        return cls(seed, kind, places, switches, holds, draw.random() < 0.6, network)
+        shares_cores = draw.random() < 0.6
+        orders: list[Order] = ["at once", "in order", "in order", "reordered"]
+        return cls(seed, kind, places, switches, holds, shares_cores, network, draw.choice(orders))
 
     @property
     def program(self) -> Program:
@@ -84,6 +88,7 @@ class Draw:
             most_seconds=MOST_SECONDS,
             holds=self.holds,
             shares_cores=self.shares_cores,
+            stores=self.stores,
             prepare=self.prepare,
             **(program.options() if hasattr(program, "options") else {}),
         )

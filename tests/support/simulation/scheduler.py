@@ -84,6 +84,8 @@ class Scheduler:
         self.threads: list[SimulatedThread] = []
         self.on_rank: Callable[[int], object] = bool
         """Called with a rank that gets the turn from another one."""
+        self.fence: Callable[[], object] = bool
+        """What the rank that has the turn has written is visible to all."""
         self.holds: list[tuple[int, int, float]] = []
         """After so many points a rank is held up for so long: by another program, by a signal. Sorted."""
         self.events: list[tuple[int, Callable[[], object]]] = []
@@ -199,6 +201,7 @@ class Scheduler:
             assert ready(), f"{what} outside of the job"
             return True
         self.now += TICK_SECONDS
+        self.fence()
         while not ready():
             if until is not None and until <= self.now:
                 return False

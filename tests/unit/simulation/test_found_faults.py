@@ -1,6 +1,6 @@
 """Faults that simulated jobs have found, each with a job that showed it."""
 
-from support.simulation.programs import Mistaken
+from support.simulation.programs import Mistaken, Named
 from support.simulation.run import Draw, what_is_wrong
 
 
@@ -12,3 +12,13 @@ def test_a_rank_that_is_held_up_at_the_end_passes_on_what_it_got() -> None:
     for points in (4920, 6360, 7000, 8000, 9920):
         job = Draw(35, "mistakes", nodes, 40.0, [(points, 1, 3.0)], False, {"eager_limit": 0})
         assert what_is_wrong(job.run(program), job) is None, points
+
+
+def test_who_sees_that_a_rank_has_arrived_sees_at_what() -> None:
+    """Of processors that reorder stores (ARM): others saw the number of a work before its stamp, and took it for other
+    work.
+    """
+    job = Draw(
+        19, "named", [[0, 1, 2, 3]], 40.0, [], True, {"eager_limit": 65536, "senders_must_call": True}, "reordered"
+    )
+    assert what_is_wrong(job.run(Named.draw(19, 4)), job) is None
