@@ -64,8 +64,7 @@ class Loop:
         self._changed = system.Condition()
         self._waiters = self._driver = 0
         self._in_background = self._missed_ring = self._closing = False
-        self._wait = Wait.NOTIFY
-        self._next_tick = 0.0
+        self._wait, self._next_tick = Wait.NOTIFY, 0.0
         self._due = math.inf
         self._on_due: Callable[[float], float] = lambda now: math.inf
         self._failure: BaseException | None = None
@@ -274,12 +273,14 @@ class Loop:
         while not (self._closing or called()):
             rest = min(self._policy.tick_seconds, max(0.0, self._due - system.monotonic()))
             rung = self._bell.sleep_idle(min(poll, rest) if self._remote else rest)
+            summoned = rung and self._bell.was_summoned()
             poll = SHORTEST_POLL_SECONDS if rung else min(2 * poll, LONGEST_IDLE_POLL_SECONDS)
             if rung and not hot and not called():
                 # The main thread may be about to wait: it would find the lock taken and lose more than this.
                 system.sleep(PICK_UP_SECONDS)
-            if not called() and not self._drive_in_background(called, 0.0) and rung:
-                # The driver, which perhaps only sends something, has not heard this ring.
+            unheard = not summoned if called() else not self._drive_in_background(called, 0.0)
+            if rung and unheard:
+                # By no driver: this thread runs an item, or there is one that perhaps only sends something.
                 self._bell.ring()
         self._share_due_time()
 
@@ -314,7 +315,7 @@ class Loop:
     def _summon(self) -> None:
         """Wake a background thread to run a work item; one that drives sees it without."""
         if not (self._in_background and self._driver == get_ident()):
-            self._bell.ring_idle()
+            self._bell.summon()
 
     def _enter(self) -> None:
         """Become the driver; the drive lock was taken."""

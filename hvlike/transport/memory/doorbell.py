@@ -12,6 +12,7 @@ Each rank has two semaphores and a few words in one segment of the node:
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 
@@ -73,7 +74,8 @@ class Doorbell:
         self._posts = (self._idle.post, self._driver.post)
         self._take = self._driver.take
         self.ring_idle = self._idle.post
-        """Wake a background thread of the rank, whoever drives: there is work of another kind for it."""
+        """Wake a background thread of the rank, whoever drives."""
+        self._summons: deque[None] = deque()  # Its length counts
 
     # -- for all ranks of the node ------------------------------------------------------------
 
@@ -141,6 +143,21 @@ class Doorbell:
 
     def awake(self) -> None:
         self._words[_ASLEEP] = 0
+
+    def summon(self) -> None:
+        """Wake a background thread for work of another kind."""
+        self._summons.append(None)
+        self.ring_idle()
+
+    def was_summoned(self) -> bool:
+        """Whether a background thread that has just been rung may leave that to others, as it has work of that kind:
+        as often as there were summons. Any other ring is for the loop, and has to be heard there.
+        """
+        try:
+            self._summons.pop()
+        except IndexError:
+            return False
+        return True
 
     def sleep_idle(self, seconds: float) -> bool:
         """Sleep as the background thread, until rung while no thread drives."""

@@ -57,6 +57,10 @@ PLANTS = [
         ),
     ),
     plant(
+        "a thread that runs an item keeps a ring that was for the loop",
+        (LOOP, "            unheard = not summoned if called() else", "            unheard = False if called() else"),
+    ),
+    plant(
         "a driver leaves while something runs, and wakes nobody",
         (LOOP, "        elif again or self._inbox or self._tasks:\n", "        elif again:\n"),
     ),

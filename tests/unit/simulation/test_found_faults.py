@@ -1,5 +1,6 @@
 """Faults that simulated jobs have found, each with a job that showed it."""
 
+from support.simulation.autograd_programs import Autograd
 from support.simulation.programs import Mistaken, Named
 from support.simulation.run import Draw, what_is_wrong
 
@@ -22,3 +23,15 @@ def test_who_sees_that_a_rank_has_arrived_sees_at_what() -> None:
         19, "named", [[0, 1, 2, 3]], 40.0, [], True, {"eager_limit": 65536, "senders_must_call": True}, "reordered"
     )
     assert what_is_wrong(job.run(Named.draw(19, 4)), job) is None
+
+
+def test_a_background_thread_that_runs_an_item_lets_others_hear_the_ring_that_woke_it() -> None:
+    """The ring was for a message. Another thread had left the loop for the item, and found it taken; nobody looked for
+    the message until a quarter of a second had passed.
+    """
+    mpi = {"eager_limit": 65536, "senders_must_call": True, "roots_run_ahead": True, "sockets_tell": True}
+    job = Draw(44, "autograd", [[0, 1, 2, 3]], 3.0, [], True, mpi, "in order")
+    assert what_is_wrong(job.run(Autograd.draw(44, 4)), job) is None
+    mpi = {"eager_limit": 262144, "senders_must_call": False, "roots_run_ahead": True, "sockets_tell": False}
+    job = Draw(169, "autograd", [[0, 1, 2, 3]], 40.0, [], True, mpi, "in order")
+    assert what_is_wrong(job.run(Autograd.draw(169, 4)), job) is None
