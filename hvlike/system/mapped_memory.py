@@ -10,10 +10,10 @@ import mmap
 import os
 import tempfile
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import numpy.typing as npt
+if TYPE_CHECKING:
+    import numpy.typing as npt
 
 _COOKIE_BYTES = 16
 
@@ -31,6 +31,9 @@ class Segment:
     """A piece of shared memory: `array` is all of it as bytes, `address` where it starts."""
 
     def __init__(self, mapping: mmap.mmap) -> None:
+        # Only here: `hvlike launch` reaches the system without numpy.
+        import numpy as np
+
         self._mapping = mapping
         self.array: npt.NDArray[Any] = np.frombuffer(mapping, dtype=np.uint8)
         self.address: int = self.array.ctypes.data
@@ -67,7 +70,7 @@ class SegmentOffer:
             self.withdraw()
             raise
         cookie = os.urandom(_COOKIE_BYTES)
-        self.segment.array[:_COOKIE_BYTES] = np.frombuffer(cookie, dtype=np.uint8)
+        self.segment.array.data[:_COOKIE_BYTES] = cookie
         self.offer = Offer(self._path, nbytes, cookie)
 
     def withdraw(self) -> None:

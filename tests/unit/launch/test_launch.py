@@ -35,6 +35,8 @@ class Launched:
                 os.dup2(os.open(self._errors, os.O_WRONLY | os.O_CREAT), 2)
                 sys.stderr = os.fdopen(2, "w", closefd=False)
                 os.chdir(folder)
+                # Under nohup it is ignored, and stays so.
+                signal.signal(signal.SIGHUP, signal.SIG_DFL)
                 os.environ["TMPDIR"] = tempfile.tempdir = str(folder)
                 # The pauses, which give ranks of other nodes time to end, are not for tests.
                 command.PAUSE_SECONDS, attempt.ORPHAN_SECONDS = 0.01, 0.2

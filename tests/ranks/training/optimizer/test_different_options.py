@@ -1,6 +1,7 @@
 """A rank whose optimizer has other options, or steps less often, is named: nothing else would show it."""
 
 import logging
+import re
 from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
@@ -13,6 +14,13 @@ from hvlike.collectives.requests.plan import find_difference
 from hvlike.join import Join
 from hvlike.optim import ZeroRedundancyOptimizer
 from hvlike.training.gradients.parameters import describe_options
+
+
+def names(text: str, value: str, other: str, rank: int) -> bool:
+    """Whether this rank is named with its other value, and one of its neighbours: the one that hears of it first."""
+    both = rf"{value} on rank \d+, {other} on rank {rank}\.|{other} on rank {rank}, {value} on rank \d+\."
+    return re.search(both, text) is not None
+
 
 pytestmark = pytest.mark.mpi(min_size=2)
 
@@ -52,7 +60,7 @@ def test_a_learning_rate_that_differs_is_named_once(hvd: ModuleType, said: Any, 
     assert len(found) == (hvd.rank() == 0)
     for text in found:
         assert "lr of parameter group 0" in text
-        assert f"0.1 on rank 0, 0.05 on rank {last}" in text
+        assert names(text, "0.1", "0.05", last)
         assert "hvd.broadcast_optimizer_state(optimizer, root_rank=0)" in text
 
 
@@ -99,7 +107,7 @@ def test_a_rank_that_leaves_out_the_last_step_is_named_before_the_end(hvd: Modul
     hvd.init()
     found = said()
     assert len(found) == (hvd.rank() == 0)
-    assert all(f"0 on rank 0, 1 on rank {last}" in text for text in found)
+    assert all(names(text, "0", "1", last) for text in found)
 
 
 @pytest.mark.parametrize("kind", ["Average", "Adasum", "ZeRO"])
@@ -162,4 +170,4 @@ def test_the_scale_of_a_grad_scaler(hvd: ModuleType, said: Any, kind: str, diffe
     assert len(found) == (differs and hvd.rank() == 0)
     for text in found:
         assert "scale of the GradScaler" in text
-        assert "4.0 on rank 0, 8.0 on rank 1" in text
+        assert names(text, "4.0", "8.0", 1)
