@@ -30,7 +30,7 @@ from support.simulation.primitives import (
     thread_class,
 )
 from support.simulation.processes import Processes
-from support.simulation.scheduler import Hang, Scheduler
+from support.simulation.scheduler import MOST_POINTS, TICK_SECONDS, Hang, Scheduler
 from support.simulation.simulated_mpi import SimulatedMpi
 from support.simulation.simulated_network import Message
 from support.simulation.sockets import Sockets
@@ -193,6 +193,8 @@ def simulate(
     trace: bool = False,
     points_per_switch: float = 20.0,
     most_seconds: float = math.inf,
+    most_points: int = MOST_POINTS,
+    tick_seconds: float = TICK_SECONDS,
     holds: Sequence[tuple[int, int, float]] = (),
     shares_cores: bool = False,
     stores: Order = "at once",
@@ -203,12 +205,11 @@ def simulate(
 ) -> JobEnd:
     """Run the program on every rank until all have ended, or nobody can go on.
 
-    most_seconds: of virtual time, after which a job counts as one that never ends. Ranks that wait look around a few
-    times a second for ever. holds: after so many points that rank goes on no more, for so many seconds. shares_cores:
-    all ranks have one core. stores: when others see what a rank writes to shared memory. prepare: may set attributes of
-    the network.
-    launcher_seconds: how long after a loss the launcher kills the other ranks, unless the job outlives it.
-    environment: variables that all ranks have.
+    most_seconds, most_points: after which a job counts as one that never ends: ranks that wait look around a few times
+    a second for ever. tick_seconds: what a point takes, of virtual time. holds: after so many points that rank goes on
+    no more, for so many seconds. shares_cores: all ranks have one core. stores: when others see what a rank writes to
+    shared memory. prepare: may set attributes of the network. launcher_seconds: how long after a loss the launcher
+    kills the other ranks, unless the job outlives it. environment: variables that all ranks have.
     """
     import hvlike
 
@@ -222,7 +223,14 @@ def simulate(
         getattr(program, "judge", None),
     )
     note = end.story.append if trace else None
-    scheduler = Scheduler(seed, points_per_switch=points_per_switch, trace=note, most_seconds=most_seconds)
+    scheduler = Scheduler(
+        seed,
+        points_per_switch=points_per_switch,
+        trace=note,
+        most_seconds=most_seconds,
+        most_points=most_points,
+        tick_seconds=tick_seconds,
+    )
     scheduler.holds = sorted(holds)
     collects, hook = gc.isenabled(), threading.excepthook
     gc.disable()

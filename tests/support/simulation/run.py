@@ -2,6 +2,7 @@
 
 scripts/simulate --seeds 0..2000 --ranks 2..4 --nodes 1..2 --kinds named,join
 scripts/simulate --seed 4711 --kinds join --trace
+scripts/simulate --scale 128x8
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from support.fuzz.planted import planted
 from support.simulation.job import JobEnd, Program, simulate
 from support.simulation.planted import PLANTS
 from support.simulation.programs import KINDS
+from support.simulation.scale import show
 from support.simulation.simulated_mpi import SimulatedMpi
 from support.simulation.store_buffers import Order
 
@@ -135,6 +137,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--faults", type=int, default=0, help="stop after so many; 0: never")
     parser.add_argument("--planted", action="store_true", help="show that faults planted into a copy are found")
     parser.add_argument("--trace", action="store_true", help="show who did what, in virtual microseconds")
+    parser.add_argument("--scale", metavar="HOSTSxRANKS", help="count the control messages of a job of this size")
     given = parser.parse_args(arguments)
     if os.environ.get("PYTHONHASHSEED") != "0":
         # Else the order of sets, and with it the job, is another one every time.
@@ -142,6 +145,10 @@ def main(arguments: Sequence[str]) -> int:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     logging.getLogger("hvlike").addFilter(lambda record: given.trace)
+    if given.scale:
+        hosts, _, ranks = given.scale.partition("x")
+        print(show(int(hosts), int(ranks)))
+        return 0
     if given.planted:
         return find_planted(arguments)
     seeds = given.seeds if given.seed is None else range(given.seed, given.seed + 1)

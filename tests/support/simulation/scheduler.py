@@ -75,6 +75,8 @@ class Scheduler:
         points_per_switch: float = 20.0,
         trace: Callable[[str], None] | None = None,
         most_seconds: float = math.inf,
+        most_points: int = MOST_POINTS,
+        tick_seconds: float = TICK_SECONDS,
     ) -> None:
         """points_per_switch: how many points a thread passes on average before another one goes on."""
         self.random = random.Random(seed)
@@ -92,7 +94,7 @@ class Scheduler:
         """What is called after so many points, by whoever has the turn. Sorted."""
         self.current: SimulatedThread | None = None
         self.hang: str | None = None
-        self._most_seconds = most_seconds
+        self._most_seconds, self._most_points, self._tick = most_seconds, most_points, tick_seconds
         self._rate = 1.0 / points_per_switch
         self._left = self._draw()
         self._trace = trace
@@ -159,7 +161,7 @@ class Scheduler:
 
     def switch(self, what: str) -> None:
         """A point at which another thread may go on."""
-        self.now += TICK_SECONDS
+        self.now += self._tick
         self.points += 1
         self._left -= 1
         if self._left <= 0:
@@ -167,7 +169,7 @@ class Scheduler:
 
     def give_way(self) -> None:
         """A point at which another thread goes on, if one can: who has waited has seen nothing new so far."""
-        self.now += TICK_SECONDS
+        self.now += self._tick
         self.points += 1
         if self._runnable or self._touched or self._left <= 1:
             self._pass_on("yield")
@@ -177,7 +179,7 @@ class Scheduler:
         self._left = self._draw()
         if me is None:
             return
-        if self.points > MOST_POINTS or self.now > self._most_seconds:
+        if self.points > self._most_points or self.now > self._most_seconds:
             self._note_hang(f"the job goes on after {self.points} points")
             raise JobEnded
         while self.holds and self.points >= self.holds[0][0]:
@@ -200,7 +202,7 @@ class Scheduler:
         if me is None:
             assert ready(), f"{what} outside of the job"
             return True
-        self.now += TICK_SECONDS
+        self.now += self._tick
         self.fence()
         while not ready():
             if until is not None and until <= self.now:
@@ -222,7 +224,7 @@ class Scheduler:
 
     def clock(self) -> float:
         """Virtual seconds; to look at the clock takes some."""
-        self.now += TICK_SECONDS
+        self.now += self._tick
         return self.now
 
     def sleep(self, seconds: float) -> None:
@@ -305,7 +307,7 @@ class Scheduler:
                 next_moment, _, thread, blocks = limits[0]
                 if thread.blocks == blocks and thread.condition is not None:
                     self.longest_rest = max(self.longest_rest, next_moment - self.now)
-                    self.now = max(self.now, next_moment) + TICK_SECONDS
+                    self.now = max(self.now, next_moment) + self._tick
                 else:
                     heappop(limits)
             else:
