@@ -321,7 +321,7 @@ class Draft:
         if self.kind == "optimizer" and self.options.get("groups") is None and self.optimizer != "lbfgs":
             possible += [Add(), Replace()]
         if self.kind in ("optimizer", "ddp"):
-            possible += [Rewrap(), Rewrap(keep=False)]
+            possible += [Rewrap(), Rewrap(), Rewrap(keep=False)]
         if not (OTHER_DTYPES | {"sparse buffer", "lazy"}) & set(self.parts) and self.kind in ("optimizer", "ddp"):
             possible.append(Convert("float32"))
         possible += [*self.other_ranks(), *self.more_rows()]
