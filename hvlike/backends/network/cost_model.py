@@ -169,9 +169,11 @@ def best(c: NetworkConstants, ranks: int, nbytes: float, sharing: int = 1) -> fl
     return cost(c, ranks, nbytes, choose(c, ranks, nbytes, sharing), sharing)
 
 
+ROUNDS = 12  # Of messages of each size
+FOLDED_BYTES = 2 << 20  # Of a sum; more than the caches of a core keep of three arrays
+
 _SMALL, _LARGE = 8, 256 << 10
 _IN_A_ROW = 4  # Rounds of small messages, whose mean is the latency where it is the least
-_FOLDED = 2 << 20  # Bytes of a sum; more than the caches of a core keep of three arrays
 _TAG = 7
 _MIB = 1 << 20
 
@@ -185,9 +187,9 @@ def measure(comm: Any, sockets: SocketEvents, eager_bytes: int) -> Coroutine[Mea
     waited for a core. Of small messages the fastest in a row, as a rank that comes late finds the next one there.
     """
     natives = MpiConstants()
-    calls, rounds = yield from _rounds(comm, natives.byte, _SMALL, 12)
+    calls, rounds = yield from _rounds(comm, natives.byte, _SMALL)
     sockets.scan()
-    _, large = yield from _rounds(comm, natives.byte, _LARGE, 12)
+    _, large = yield from _rounds(comm, natives.byte, _LARGE)
     sockets.check_carry()
     called = statistics.median(calls)
     small = min(statistics.fmean(rounds[first : first + _IN_A_ROW]) for first in range(len(rounds) - _IN_A_ROW + 1))
@@ -202,12 +204,12 @@ def measure(comm: Any, sockets: SocketEvents, eager_bytes: int) -> Coroutine[Mea
     return MeasuredNetwork(latency, overhead, overhead, gap / _MIB, fold / _MIB, -int(mine[4]), bool(mine[5]))
 
 
-def _rounds(comm: Any, byte: Any, nbytes: int, count: int) -> Coroutine[tuple[list[float], list[float]]]:
+def _rounds(comm: Any, byte: Any, nbytes: int) -> Coroutine[tuple[list[float], list[float]]]:
     """Seconds of the calls that begin a message in each direction, and until both have ended, of each round."""
     rank, size = comm.Get_rank(), comm.Get_size()
     sent, received = np.zeros(nbytes, np.uint8), np.zeros(nbytes, np.uint8)
     called, ended = [], []
-    for _ in range(count):
+    for _ in range(ROUNDS):
         start = system.perf_counter()
         receive = comm.Irecv([received, byte], (rank - 1) % size, _TAG)
         send = comm.Isend([sent, byte], (rank + 1) % size, _TAG)
@@ -219,8 +221,8 @@ def _rounds(comm: Any, byte: Any, nbytes: int, count: int) -> Coroutine[tuple[li
 
 def _fold() -> float:
     """Seconds per byte of an addition."""
-    mine, other = (np.zeros(_FOLDED // 4, np.float32) for _ in range(2))
+    mine, other = (np.zeros(FOLDED_BYTES // 4, np.float32) for _ in range(2))
     mine += other  # Only now the system gives the memory
     start = system.perf_counter()
     mine += other
-    return (system.perf_counter() - start) / _FOLDED
+    return (system.perf_counter() - start) / FOLDED_BYTES

@@ -211,8 +211,9 @@ class StagedReduction:
                     if moves % PASSES == 0:
                         yield Wait.AGAIN
                 elif looks % checks == 0:
-                    # A peer that was about to sleep when it was looked at is woken now, or has looked once more.
-                    region.notify_if_sleeping()
+                    if looks == checks:
+                        # A peer that was about to sleep when it was looked at is woken now, or has looked once more.
+                        region.notify_if_sleeping()
                     self._sync.check_peers()
                     yield Wait.NOTIFY
         except GeneratorExit:

@@ -51,8 +51,7 @@ class Loop:
         health check, called a few times a second, asleep or not.
         """
         self._bell = bell
-        self._policy = spin
-        self._spin = Spin(spin)
+        self._policy, self._spin = spin, Spin(spin)
         self._remote = sockets is not None
         self._sockets = sockets
         self._tick = tick
@@ -380,6 +379,7 @@ class Loop:
                     rung = bell.rung_politely() if background else bell.rung()
                     continue
                 rung = self._sleep(done, deadline, poll)
+                spin.slept()
                 poll = min(2 * poll, LONGEST_POLL_SECONDS)
         finally:
             self._leave()

@@ -125,6 +125,10 @@ class Spin:
         elif checks:
             self._until = now + UNSHARED_SECONDS
 
+    def slept(self) -> None:
+        """The time since the last check was no check that another thread has held up."""
+        self._last = math.inf
+
     def goes_on(self, now: float, *, unnotified: bool) -> bool:
         """Whether to check once more before sleeping. unnotified: No doorbell rings, so only the time counts."""
         seconds = now - self._last

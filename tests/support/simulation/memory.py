@@ -11,6 +11,7 @@ from support.simulation.scheduler import Scheduler
 from support.simulation.store_buffers import Order, StoreBuffers
 
 from hvlike.system.mapped_memory import Offer, Segment, words
+from hvlike.system.semaphore import SEMAPHORE_BYTES
 
 
 class PlainSegment(Segment):
@@ -39,20 +40,30 @@ class PlainOffer:
 class Words:
     """A view of words of 8 bytes: each look and each change is a point."""
 
-    __slots__ = ("_buffers", "_first", "_scheduler", "_step", "view")
+    __slots__ = ("_buffers", "_first", "_is_awaited", "_scheduler", "_step", "view")
 
     def __init__(
-        self, scheduler: Scheduler, buffers: StoreBuffers, view: memoryview, first: int, step: int = 1
+        self,
+        scheduler: Scheduler,
+        buffers: StoreBuffers,
+        view: memoryview,
+        first: int,
+        step: int = 1,
+        *,
+        is_awaited: bool = True,
     ) -> None:
-        """first: the address of the first one. step: from each to the next one. Both in words."""
+        """first: the address of the first one. step: from each to the next one. Both in words. is_awaited: whether a
+        rank may wait for what is stored there.
+        """
         self._scheduler, self._buffers, self.view = scheduler, buffers, view
-        self._first, self._step = first, step
+        self._first, self._step, self._is_awaited = first, step, is_awaited
 
     def __getitem__(self, place: Any) -> Any:
         if isinstance(place, slice):
             start, _, step = place.indices(len(self.view))
             first = self._first + start * self._step
-            return Words(self._scheduler, self._buffers, self.view[place], first, step * self._step)
+            view, awaited = self.view[place], self._is_awaited
+            return Words(self._scheduler, self._buffers, view, first, step * self._step, is_awaited=awaited)
         self._scheduler.switch("look")
         return self._buffers.look(self.view, place, self._first + place * self._step)
 
@@ -60,8 +71,10 @@ class Words:
         if isinstance(place, slice):
             self._scheduler.fence()
             self.view[place] = value.view if isinstance(value, Words) else value
+            self._scheduler.change()
         else:
-            self._buffers.store(self.view, place, self._first + place * self._step, value)
+            at = self._first + place * self._step
+            self._buffers.store(self.view, place, at, value, is_awaited=self._is_awaited)
         self._scheduler.switch("store")
 
     def __len__(self) -> int:
@@ -112,8 +125,12 @@ class NodeMemory:
 
     def words(self, segment: Any, offset: int, count: int) -> Any:
         """mapped_memory.words."""
-        return Words(self._scheduler, self._buffers, words(segment, offset, count), (segment.address + offset) // 8)
+        # Those behind a semaphore say who sleeps on it: they are looked at before it is posted, and never waited for.
+        awaited = offset - SEMAPHORE_BYTES not in segment.semaphores
+        first = (segment.address + offset) // 8
+        return Words(self._scheduler, self._buffers, words(segment, offset, count), first, is_awaited=awaited)
 
     def semaphore(self, segment: Any, offset: int) -> Any:
         """The one that lies there."""
-        return segment.semaphores.setdefault(offset, SimulatedSemaphore(self._scheduler))
+        made = SimulatedSemaphore(self._scheduler, is_fence=segment.array.nbytes == SEMAPHORE_BYTES)
+        return segment.semaphores.setdefault(offset, made)

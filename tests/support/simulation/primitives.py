@@ -128,6 +128,7 @@ class SimulatedCondition:
         """Wake some."""
         for each in self._waiting[:n]:
             each.told = True
+            self._scheduler.change()
             self._scheduler.touch(each)
         del self._waiting[:n]
 
@@ -151,6 +152,7 @@ class SimulatedEvent:
         """Set it."""
         self._scheduler.fence()
         self._is_set = True
+        self._scheduler.change()
         self._scheduler.touch(self)
         self._scheduler.switch("event")
 
@@ -166,8 +168,9 @@ class SimulatedEvent:
 class SimulatedSemaphore:
     """hvlike.system.semaphore.Semaphore; two ranks that share memory have the same one."""
 
-    def __init__(self, scheduler: Scheduler) -> None:
-        self._scheduler = scheduler
+    def __init__(self, scheduler: Scheduler, *, is_fence: bool = False) -> None:
+        """is_fence: only its owner posts and takes, at once."""
+        self._scheduler, self._is_fence = scheduler, is_fence
         self._count = 0
 
     def initialise(self) -> None:
@@ -177,6 +180,8 @@ class SimulatedSemaphore:
         """Add one."""
         self._scheduler.fence()
         self._count += 1
+        if not self._is_fence:
+            self._scheduler.change()
         self._scheduler.touch(self)
         self._scheduler.switch("post")
         return 0
@@ -195,7 +200,7 @@ class SimulatedSemaphore:
     def wait(self, seconds: float) -> bool:
         """Sleep until there is one."""
         until = self._scheduler.now + seconds
-        if not self._scheduler.block(self._is_there, until, "sleeps on its doorbell", self):
+        if not self._scheduler.sleep_for(self._is_there, until, "sleeps on its doorbell", self):
             return False
         self._count -= 1
         return True

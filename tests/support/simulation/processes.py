@@ -156,6 +156,7 @@ class Processes:
 
     def _end(self, rank: int) -> None:
         self.gone[rank] = self.scheduler.now
+        self.scheduler.change()
         self.scheduler.touch(self)
         self.scheduler.lose(rank)
 
@@ -200,6 +201,7 @@ class FirstReport:
         """Give it back."""
         if self.is_held:
             del self._holders[self._node]
+            self._processes.scheduler.change()
             self._processes.scheduler.touch(self._processes)
 
     def wait_for_holder(self, deadline: float) -> None:

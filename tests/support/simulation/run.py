@@ -9,14 +9,18 @@ from __future__ import annotations
 
 import argparse
 import logging
+import math
+import multiprocessing
 import os
 import random
 import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from support.fuzz.planted import planted
@@ -134,6 +138,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--nodes", type=numbers, default=range(1, 4), help="1..3")
     parser.add_argument("--kinds", type=lambda text: text.split(","), default=list(KINDS), help=", ".join(KINDS))
     parser.add_argument("--minutes", type=float, default=0.0, help="stop after so long; 0: never")
+    parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)), help="that run at once")
     parser.add_argument("--faults", type=int, default=0, help="stop after so many; 0: never")
     parser.add_argument("--planted", action="store_true", help="show that faults planted into a copy are found")
     parser.add_argument("--trace", action="store_true", help="show who did what, in virtual microseconds")
@@ -153,23 +158,53 @@ def main(arguments: Sequence[str]) -> int:
         return find_planted(arguments)
     seeds = given.seeds if given.seed is None else range(given.seed, given.seed + 1)
     began, failed, ran = time.monotonic(), 0, 0
-    for seed in seeds:
-        if given.minutes and time.monotonic() - began > 60 * given.minutes:
-            break
-        job = Draw.of(seed, given.kinds, given.ranks, given.nodes)
-        end = job.run(trace=given.trace)
-        ran += 1
-        wrong = what_is_wrong(end, job)
-        if given.trace:
-            print("\n".join(end.story))
-        if wrong:
+    for report in run_all(seeds, given, began + 60 * (given.minutes or math.inf)):
+        ran += report is not None
+        if report:
             failed += 1
-            print(f"seed {seed}: {job}\n{job.program}\n{wrong}\n", flush=True)
+            print(report, flush=True)
             if failed == given.faults:
                 break
     seconds = time.monotonic() - began
     print(f"{ran} jobs in {seconds:.0f} s ({ran / max(seconds, 1e-9):.1f} a second), {failed} wrong")
     return int(bool(failed))
+
+
+def run_all(seeds: Sequence[int], given: argparse.Namespace, until: float) -> Iterator[str | None]:
+    """Run the jobs of these seeds, until a moment; what `run_one` says of each, as one ends after the other."""
+    one = partial(run_one, kinds=given.kinds, ranks=given.ranks, nodes=given.nodes, until=until, trace=given.trace)
+    if min(given.processes, len(seeds)) <= 1:
+        pin(0)
+        yield from map(one, seeds)
+        return
+    numbers = multiprocessing.Value("i", 0)
+    with multiprocessing.get_context("fork").Pool(given.processes, pin_next, [numbers]) as pool:
+        yield from pool.imap_unordered(one, seeds, 4)
+
+
+def pin_next(numbers: Any) -> None:
+    """Run this process on a core of its own, as far as there are any."""
+    with numbers.get_lock():
+        pin(numbers.value)
+        numbers.value += 1
+
+
+def pin(number: int) -> None:
+    """Run this process on one core: its threads take turns, and wake each other in half the time there."""
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[number % len(cores)]})
+
+
+def run_one(seed: int, kinds: Sequence[str], ranks: range, nodes: range, until: float, *, trace: bool) -> str | None:
+    """Run a job; a report of what is wrong, empty if nothing is. None: it is too late for one."""
+    if time.monotonic() > until:
+        return None
+    job = Draw.of(seed, kinds, ranks, nodes)
+    end = job.run(trace=trace)
+    if trace:
+        print("\n".join(end.story))
+    wrong = what_is_wrong(end, job)
+    return f"seed {seed}: {job}\n{job.program}\n{wrong}\n" if wrong else ""
 
 
 def find_planted(arguments: Sequence[str]) -> int:

@@ -21,6 +21,14 @@ from heapq import heappop, heappush
 
 TICK_SECONDS = 4e-6  # What passes at a point, or when somebody looks at the clock: Python takes about as long
 POLLED = "polled"
+CHANGED = "changed"
+# What follows lets much time pass in few points. Any system may do so.
+LOOKS_BEFORE_REST = 2  # At the clock: hvlike's loop does so twice in each turn
+SHORTEST_REST_SECONDS, LONGEST_REST_SECONDS = 10e-6, 200e-6
+"""How long who checks in a loop rests, while others change nothing: as if the system had taken its core for so long.
+hvlike takes a check of more than 500 us for one that another program has held up."""
+SHORTEST_LATE_SECONDS, LONGEST_LATE_SECONDS = 1e-3, 20e-3
+"""How late who sleeps for short times is woken, while others change nothing."""
 MOST_POINTS = 3_000_000  # After so many a job counts as one that never ends
 
 
@@ -46,6 +54,10 @@ class SimulatedThread:
         self.ident = 0  # Of the thread of the system
         self.ended = False
         self.held_until = 0.0
+        self.own_changes = 0  # Of what others can see
+        self.seen = self.seen_asleep = -1  # Changes of others, when it looked at the clock last, and slept
+        self.looks = 0  # How often it has looked at the clock since
+        self.rest_seconds, self.late_seconds = SHORTEST_REST_SECONDS, SHORTEST_LATE_SECONDS
         self.is_lost = False
         """Its process is gone: it does nothing any more, and unwinds when all others have ended."""
         self.is_over = False
@@ -92,6 +104,9 @@ class Scheduler:
         """After so many points a rank is held up for so long: by another program, by a signal. Sorted."""
         self.events: list[tuple[int, Callable[[], object]]] = []
         """What is called after so many points, by whoever has the turn. Sorted."""
+        self.changes = 0  # Of anything that others may wait for, so far
+        self.next_event: Callable[[int], float] = lambda rank: math.inf
+        """When MPI has something for a rank that it would find."""
         self.current: SimulatedThread | None = None
         self.hang: str | None = None
         self._most_seconds, self._most_points, self._tick = most_seconds, most_points, tick_seconds
@@ -105,7 +120,7 @@ class Scheduler:
         self._blocked: dict[Hashable, list[SimulatedThread]] = {}  # By key
         self._touched: list[Hashable] = []
         self._limits: list[tuple[float, int, SimulatedThread, int]] = []  # A heap
-        self._numbers = 0
+        self._numbers = self._changes_told = 0
         self._unwinding: list[SimulatedThread] = []  # Are over, and have not ended yet
         self._last_rank = -1
 
@@ -222,10 +237,43 @@ class Scheduler:
         if key in self._blocked:
             self._touched.append(key)
 
+    def change(self) -> None:
+        """Something has changed that others may wait for."""
+        self.changes += 1
+        if self.current is not None:
+            self.current.own_changes += 1
+
     def clock(self) -> float:
         """Virtual seconds; to look at the clock takes some."""
+        me = self.current
         self.now += self._tick
+        if me is None:
+            return self.now
+        seen = self.changes - me.own_changes
+        if me.seen != seen:
+            me.seen, me.looks, me.rest_seconds = seen, 0, SHORTEST_REST_SECONDS
+        elif me.looks < LOOKS_BEFORE_REST:
+            me.looks += 1
+        else:
+            me.looks = 0
+            until = min(self.now + me.rest_seconds, self.next_event(me.rank))
+            me.rest_seconds = min(2 * me.rest_seconds, LONGEST_REST_SECONDS)
+            self.block(lambda: seen != self.changes - me.own_changes, until, "checks", CHANGED)
         return self.now
+
+    def sleep_for(self, ready: Callable[[], bool], until: float, what: str, key: Hashable) -> bool:
+        """`block` for who looks around now and then: it wakes late where others change nothing meanwhile."""
+        me = self.current
+        if me is None or self.block(ready, until, what, key):
+            return True
+        seen = self.changes - me.own_changes
+        if me.seen_asleep != seen:
+            me.seen_asleep, me.late_seconds = seen, SHORTEST_LATE_SECONDS
+            return False
+        until = min(self.now + me.late_seconds, self.next_event(me.rank))
+        me.late_seconds = min(2 * me.late_seconds, LONGEST_LATE_SECONDS)
+        self.block(lambda: ready() or seen != self.changes - me.own_changes, until, what, CHANGED)
+        return ready()
 
     def sleep(self, seconds: float) -> None:
         """Let so much time pass."""
@@ -279,6 +327,9 @@ class Scheduler:
                 return self._unwinding[0]
             if POLLED in self._blocked:
                 self._touched.append(POLLED)
+            if CHANGED in self._blocked and self._changes_told != self.changes:
+                self._changes_told = self.changes
+                self._touched.append(CHANGED)
             while self._touched:
                 for thread in tuple(self._blocked.get(self._touched.pop(), ())):
                     if thread.condition is not None and thread.condition():

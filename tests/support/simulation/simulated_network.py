@@ -54,6 +54,9 @@ class Scheduler(Protocol):
         that was why it ended.
         """
 
+    def change(self) -> None:
+        """Something has changed that others may wait for."""
+
     def touch(self, key: Hashable) -> None:
         """What those wait for who have blocked with this key may have come true."""
 
@@ -177,6 +180,7 @@ class Network:
         self.failures: Failures | None = None  # Where there is ULFM
         self.finalized: set[int] = set()
         self.endpoints = [Endpoint(self) for _ in range(self.size)]
+        scheduler.next_event = self.next_event
         self._inside: dict[int, str] = {}  # The call that each rank is in
         self._messages = self._contexts = 0
 
@@ -216,8 +220,15 @@ class Network:
         self.touch_all()
         self.tell("lost", f"rank {rank}")
 
+    def next_event(self, rank: int) -> float:
+        """When a call of this rank finds something that it does not find now."""
+        endpoint = self.endpoints[rank]
+        moment = NEVER if self.failures is None else self.failures.next_moment()
+        return min(endpoint.next_event(), moment, *(request.due for request in endpoint.landing))
+
     def touch_all(self) -> None:
         """What anybody waits for may have come true."""
+        self.scheduler.change()
         for endpoint in self.endpoints:
             self.scheduler.touch(endpoint)
 
@@ -254,6 +265,7 @@ class Network:
             receiver.wire(arrival)
             if now < buffered_at < NEVER:
                 self.endpoints[ends[0]].wire(buffered_at)
+        self.scheduler.change()
         self.scheduler.touch(receiver)
         return message
 
@@ -270,6 +282,7 @@ class Network:
             heappush(sender.asked, (when, message.number, message, request))
             if self.node_of[message.sender] != self.node_of[message.receiver]:
                 sender.wire(when)
+            self.scheduler.change()
             self.scheduler.touch(sender)
         else:
             self.transfer(message, request)
@@ -283,6 +296,7 @@ class Network:
         if self.node_of[ends[0]] != self.node_of[ends[1]]:
             self.endpoints[ends[0]].wire(message.left_at)
             self.endpoints[ends[1]].wire(request.due)
+        self.scheduler.change()
         for each in ends:
             self.scheduler.touch(self.endpoints[each])
 

@@ -309,6 +309,7 @@ class Collective:
         endpoint.landing.append(request)
         if self._ends[0] != self._ends[1]:
             endpoint.wire(request.due)
+        network.scheduler.change()
         network.scheduler.touch(endpoint)
 
 

@@ -53,7 +53,7 @@ class SocketEvents:
         limit = scheduler.now + seconds
         while scheduler.now < limit:
             until = min(limit, endpoint.next_told())
-            scheduler.block(partial(self._wakes, until), until, "sleeps on sockets", endpoint)
+            scheduler.sleep_for(partial(self._wakes, until), until, "sleeps on sockets", endpoint)
             if self._is_told():
                 break
         endpoint.take_events()
@@ -71,6 +71,7 @@ class SocketEvents:
         other = self._sockets.find(token)
         if other is not None:
             other.rung = True
+            self._scheduler.change()
             self._scheduler.touch(other.endpoint)
 
     def close(self) -> None:

@@ -31,6 +31,7 @@ class Store:
     view: memoryview
     place: int
     value: int
+    is_awaited: bool
 
 
 class StoreBuffers:
@@ -41,13 +42,16 @@ class StoreBuffers:
         self._waiting: dict[int, list[Store]] = {}  # By rank
         scheduler.fence = self.fence
 
-    def store(self, view: memoryview, place: int, address: int, value: int) -> None:
-        """Write a word that lies at this address."""
-        if self._order == "at once":
+    def store(self, view: memoryview, place: int, address: int, value: int, *, is_awaited: bool = True) -> None:
+        """Write a word that lies at this address. is_awaited: whether others may wait for it."""
+        if self._order == "at once" or self._scheduler.current is None:
             view[place] = value
+            if is_awaited:
+                self._scheduler.change()
         else:
             scheduler = self._scheduler
-            self._waiting.setdefault(scheduler.rank, []).append(Store(scheduler.now, address, view, place, value))
+            store = Store(scheduler.now, address, view, place, value, is_awaited)
+            self._waiting.setdefault(scheduler.rank, []).append(store)
             self._drain()
 
     def look(self, view: memoryview, place: int, address: int) -> int:
@@ -62,8 +66,12 @@ class StoreBuffers:
 
     def fence(self) -> None:
         """All that this rank has written is visible before it goes on."""
+        if not self._waiting or self._scheduler.current is None:
+            return
         for store in self._waiting.pop(self._scheduler.rank, ()):
             store.view[store.place] = store.value
+            if store.is_awaited:
+                self._scheduler.change()
 
     def _drain(self) -> None:
         """Some time has passed."""
@@ -76,5 +84,6 @@ class StoreBuffers:
                 address = waiting[place].address
                 store = waiting.pop(next(each for each, store in enumerate(waiting) if store.address == address))
                 store.view[store.place] = store.value
+                self._scheduler.changes += store.is_awaited  # Not as a change of who looks
             if not waiting:
                 del self._waiting[rank]

@@ -51,6 +51,9 @@ class Turns:
     def switch(self, what: str) -> None:
         self.block(lambda: True, None, what)
 
+    def change(self) -> None:
+        """Nothing: nobody rests."""
+
     def touch(self, key: object) -> None:
         """Nothing: all conditions are looked at each time."""
 

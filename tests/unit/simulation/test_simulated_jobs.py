@@ -63,3 +63,31 @@ def test_a_job_that_never_ends_is_told_with_what_each_rank_waits_for() -> None:
     assert end.hang is not None
     assert "rank 0 main: " in end.hang
     assert "rank 1 main: " in end.hang
+
+
+def staged_sum(hvd: Any, rank: int) -> float:
+    """A reduction through shared memory, chunk after chunk, in the background thread."""
+    hvd.init()
+    handle = hvd.allreduce_async(torch.full((60_000,), float(rank)), name="staged", op=hvd.Sum)
+    result = hvd.synchronize(handle)
+    hvd.shutdown()
+    return float(result[-1])
+
+
+@pytest.mark.parametrize("shares_cores", [True, False])
+def test_two_ranks_that_wait_for_a_third_do_not_keep_each_other_awake(shares_cores: bool) -> None:
+    staged = {"HVLIKE_PEER_MEMORY": "0"}
+    for seed in range(6):
+        plain = simulate(staged_sum, [[0, 1, 2]], seed, shares_cores=shares_cores, environment=staged)
+        middle = plain.points * 2 // 3
+        held = simulate(
+            staged_sum,
+            [[0, 1, 2]],
+            seed,
+            shares_cores=shares_cores,
+            environment=staged,
+            holds=[(middle, 2, 2.0)],
+        )
+        assert [each.result for each in held.ranks] == [3.0] * 3
+        assert held.seconds > 2.0
+        assert held.points < plain.points + 20_000

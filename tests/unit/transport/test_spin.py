@@ -127,3 +127,13 @@ def test_a_rank_without_a_core_of_its_own_stays_crowded() -> None:
     held_up(policy, seconds_each=3e-3, checks=10)
     held_up(policy, seconds_each=MOMENT, checks=10, now=10.0)
     assert policy.crowded
+
+
+def test_a_sleep_is_no_check_that_was_held_up() -> None:
+    policy = SpinPolicy(crowded=False)
+    checks = Spin(policy)
+    checks.begin(0.0, 100, serves=False, unnotified=True)
+    for number in range(1, 20):
+        checks.slept()
+        checks.goes_on(number * 0.25, unnotified=True)
+    assert not policy.crowded
