@@ -1,8 +1,9 @@
 """The end of a job: no rank frees what others still need, and none waits for a rank that has left.
 
-A rank that is done (its program ended, or it called shutdown) tells rank 0 and stays reachable until all are. When some
-have left and others go on, rank 0 tells those who has left, and what needs the missing ranks fails with an error.
-Ranks that have left sleep; from time to time rank 0 reports where the others are.
+A rank that is done (its program ended, or it called shutdown) tells rank 0 and stays reachable until all are. The first
+rank of each node speaks for the node, so that rank 0 hears one message from each. When some have left and others go on,
+rank 0 tells those who has left, and what needs the missing ranks fails with an error. Ranks that have left sleep; from
+time to time rank 0 reports where the others are.
 
 When all have left, a rank may still have messages to pass on, which it got before. So each stays until all have sent
 what they had to send: MPI may keep a send until its receiver takes it.
@@ -11,11 +12,11 @@ what they had to send: MPI may keep a send until its receiver takes it.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from hvlike.collectives.health.stall_inspector import ANSWER_SECONDS, StallLimits, StatusQuery, answer_of
-from hvlike.collectives.requests.message_table import name_ranks
+from hvlike.collectives.requests.message_table import name_ranks, tree_of
 from hvlike.errors import HorovodInternalError, PeerLeftError, ShutdownError, StalledError
 from hvlike.system.system import system
 from hvlike.transport.fabric import Fabric
@@ -58,6 +59,7 @@ class MissingRanksReport:
         return self._limits.judge(text, waited)
 
 
+NODE_GRACE_SECONDS = 0.25  # Ranks of a node that end together are this close, and are told to rank 0 together
 GRACE_SECONDS = 0.5  # Ranks that end together are this close; only a longer absence is announced
 FAIL_SECONDS = 1.0  # What was sent before a process was gone has come by then
 EXIT, SHUTDOWN = "exit", "shutdown"
@@ -72,7 +74,8 @@ class ShutdownBarrier:
         self._world = fabric.world
         self._on_gone = on_gone
         self._limits = limits
-        self._left: dict[int, str] = {}
+        self._parent, self._children = tree_of(self._world.nodes, self._world.rank)
+        self._left: dict[int, str] = {}  # Of those that this rank speaks for
         self._told: set[int] = set()
         self._telling = False
         self._query = StatusQuery(lambda rank, asked: self._tell(rank, "where", asked), fabric.look_at)
@@ -83,7 +86,7 @@ class ShutdownBarrier:
     def part(self, reason: str) -> None:
         """Say that this rank is done, and sleep until all are. Raises: StalledError past the limit, what `fail` got."""
         loop = self._fabric.loop
-        loop.post(lambda: self._tell(0, "left", reason), wake=False)
+        loop.post(lambda: self._hear(self._world.rank, "left", {self._world.rank: reason}), wake=False)
         began = system.monotonic()
         while not loop.wait(self._is_over, self._limits.shortest):
             if self._world.rank != 0:
@@ -138,24 +141,58 @@ class ShutdownBarrier:
             self._fabric.channel.send(rank, Topic.SHUTDOWN, (what, value), kind="shutdown")
 
     def _hear(self, rank: int, what: str, value: Any) -> None:
+        me = self._world.rank
         if what == "left":
-            self._left[rank] = value
-            if len(self._left) == self._world.size:
-                for each in range(self._world.size):
-                    self._tell(each, "all left", None)
+            self._left.update(value)
+            if len(self._left) == len(self._below(me)):
+                self._all_below_left()
             elif not self._telling:
                 self._telling = True
-                self._fabric.loop.start(self._tell_the_rest(), wake=False)
+                self._fabric.loop.start(self._tell_the_rest() if me == 0 else self._tell_parent(), wake=False)
         elif what == "gone":
-            self._on_gone({each: _error(each, reason) for each, reason in value.items()})
+            self._pass_on(what, value, [each for each in self._below(me) if each not in self._left])
+            if me == 0 or me not in self._left:
+                self._on_gone({each: _error(each, reason) for each, reason in value.items()})
         elif what == "all left":
+            self._pass_on(what, value, self._below(me))
             self.all_left = True
         elif what == "where":
             self._tell(rank, "here", answer_of(value))
         elif what == "here":
             self._query.hear(rank, value)
         elif what == "stalled":
-            self._error = value
+            self._pass_on(what, value, self._left)
+            if me in self._left:
+                self._error = value
+
+    def _below(self, rank: int) -> Sequence[int]:
+        """The ranks that this one speaks for, itself among them."""
+        if rank == 0:
+            return range(self._world.size)
+        return next((node for node in self._world.nodes if node[0] == rank), (rank,))
+
+    def _pass_on(self, what: str, value: Any, ranks: Collection[int]) -> None:
+        """Tell these ranks below this one, through those that speak for them."""
+        for child in self._children:
+            if any(each in ranks for each in self._below(child)):
+                self._tell(child, what, value)
+
+    def _all_below_left(self) -> None:
+        if self._world.rank == 0:
+            self._hear(0, "all left", None)
+        else:
+            self._tell(self._parent, "left", self._left)
+
+    def _tell_parent(self) -> Coroutine[None]:
+        """On a rank that speaks for others, while some of them have left and others have not."""
+        everybody = len(self._below(self._world.rank))
+        while len(self._left) < everybody:
+            until = system.monotonic() + NODE_GRACE_SECONDS
+            while system.monotonic() < until:
+                yield Wait.NOTIFY
+            if len(self._left) < everybody and set(self._left) != self._told:
+                self._told = set(self._left)
+                self._tell(self._parent, "left", dict(self._left))
 
     def _tell_the_rest(self) -> Coroutine[None]:
         """On rank 0, while some have left and others have not."""
@@ -167,14 +204,11 @@ class ShutdownBarrier:
             if len(self._left) < self._world.size and set(self._left) != self._told:
                 self._told = set(self._left)
                 # Rank 0 serves the others even after it has left itself, so it always hears this too.
-                for rank in range(self._world.size):
-                    if rank == 0 or rank not in self._left:
-                        self._tell(rank, "gone", dict(self._left))
+                self._hear(0, "gone", dict(self._left))
             if report.is_due:
                 error = yield from report.inspect(self._missing)
                 if error is not None:
-                    for rank in self._left:
-                        self._tell(rank, "stalled", error)
+                    self._hear(0, "stalled", error)
 
 
 def _error(rank: int, reason: str) -> HorovodInternalError:

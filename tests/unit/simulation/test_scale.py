@@ -11,3 +11,6 @@ def test_a_named_operation_takes_one_message_of_each_host_and_a_steady_step_none
     assert phases["named operation"].got[0] == 2 * (ranks - 1 + hosts - 1)
     assert phases["steady steps"].total == 0
     assert phases["init"].most_sent <= 2 * ranks
+    # The end takes one of each host, too, and tells each host once.
+    assert phases["shutdown"].got[0] == ranks - 1 + hosts - 1
+    assert phases["shutdown"].most_sent == ranks - 1 + hosts - 1
