@@ -1,4 +1,7 @@
-"""Faults that are planted into a copy of hvlike: simulated jobs that do not find them are no test."""
+"""Faults that are planted into a copy of hvlike: simulated jobs that do not find them are no test.
+
+Kinds are those that can find the fault: by default, all.
+"""
 
 from __future__ import annotations
 
@@ -162,5 +165,75 @@ PLANTS = [
             "    current().fabric.loop.post(lambda: proxies.begin(planned), wake=False)\n"
             "    return handle\n",
         ),
+    ),
+    # What these take back was found by simulated jobs.
+    plant(
+        "nobody stays at the end for what others still send",
+        (
+            "collectives/health/shutdown_barrier.py",
+            "        if not self._lost:\n            barrier =",
+            "        if False:\n            barrier =",
+        ),
+        kinds=("mistakes",),
+    ),
+    plant(
+        "the end of a job waits for a lost rank",
+        (
+            "collectives/health/shutdown_barrier.py",
+            "        else:\n            self._error = error\n",
+            "",
+        ),
+        kinds=("lost",),
+    ),
+    plant(
+        "an inline allreduce does not notice that the head is lost",
+        (
+            "backends/inline_allreduce.py",
+            "            if system.monotonic() < began + WAIT_SECONDS:\n",
+            "            if True:\n",
+        ),
+        kinds=("elastic", "lost"),
+    ),
+    plant(
+        "a duplicate is used before it is made",
+        (
+            "transport/failure/fault_tolerance.py",
+            "        adopted = Communicator(self.mpi, comm, self._adopt)\n",
+            "        adopted = Communicator(self.mpi, comm, self.adopt)\n",
+        ),
+        kinds=("elastic",),
+    ),
+    plant(
+        "a start that fails leaves its thread",
+        (
+            "collectives/session/context.py",
+            "            self.fabric.close()\n            raise\n",
+            "            raise\n",
+        ),
+        kinds=("elastic",),
+    ),
+    plant(
+        "an answer outlives its session",
+        ("rpc/agent/calls.py", "    if agent.ended is not None:\n        # The function", "    if False:\n        #"),
+        kinds=("rpc", "leavers"),
+    ),
+    plant(
+        "a loss that is heard of as the session ends asks for the session",
+        (
+            "rpc/api.py",
+            "            agent.when_lost.append(partial(_end_rounds, agent))\n",
+            "            agent.when_lost.append(lambda rank, error: _end_rounds(current_agent(), rank, error))\n",
+        ),
+        kinds=("leavers", "rpc"),
+    ),
+    plant(
+        "values that will never be there are waited for after the session",
+        ("rpc/rrefs/session.py", "        self.perform(self.lifetime.end, failure)\n", ""),
+        kinds=("rpc", "leavers"),
+    ),
+    plant(
+        "an RRef in a late answer belongs to the session that is there",
+        ("rpc/rrefs/rref.py", "    session = incoming.session\n", "    session = current_session()\n"),
+        kinds=("rpc", "leavers"),
     ),
 ]

@@ -214,7 +214,8 @@ def find_planted(arguments: Sequence[str]) -> int:
     for fault in PLANTS:
         with planted(fault) as folder:
             paths = os.pathsep.join([str(folder), *(each for each in sys.path if each)])
-            command = [sys.executable, "-m", "support.simulation.run", *options, "--faults", "1"]
+            kinds = ["--kinds", ",".join(fault.kinds)] if fault.kinds else []
+            command = [sys.executable, "-m", "support.simulation.run", *kinds, *options, "--faults", "1"]
             environment = {**os.environ, "PYTHONPATH": paths}
             # In that folder: `-m` looks for modules in the working directory first.
             done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
