@@ -10,6 +10,7 @@
     leavers    sessions of RPC that some ranks leave while others call them
     autograd   distributed backward in all modes, several at a time, and steps of distributed optimizers
     torch      groups of torch.distributed, asynchronous work waited for in another order, point to point, objects
+    training   every wrapper: process sets, compression, ZeRO, clipping, other threads, timelines (training_programs.py)
 
 Every rank checks its own values against arithmetic, and raises AssertionError.
 """
@@ -303,4 +304,5 @@ KINDS: dict[str, Any] = {
     "leavers": Leavers,
     "autograd": Autograd,
     "torch": Torch,
+    "training": Elsewhere("training_programs", "Training"),
 }
