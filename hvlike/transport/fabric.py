@@ -51,7 +51,8 @@ class Fabric:
         self.allocations = Allocations()
         size = world.local_size
         counts_at, slots_at = size * BELL_BYTES, size * BELL_BYTES + 8 * size * size
-        board = segment.share(world.node_comm, slots_at + 8 * SLOT_WORDS * size)
+        signs_at = slots_at + 8 * SLOT_WORDS * size
+        board = segment.share(world.node_comm, signs_at + 8 * len(world.nodes) * size)
         local = next(node for node in world.nodes if world.rank in node)
         self.local_ranks = local
         sockets: Callable[[], SocketEvents] = system.socket_events or SocketEvents
@@ -64,6 +65,8 @@ class Fabric:
         direct = DirectCopies(
             system.words(board, slots_at, SLOT_WORDS * size), positions, self.bells, world.rank, self.fence
         )
+        # For each rank of the node a word for each node: what it has heard of that one.
+        self.signs_of_life = system.words(board, signs_at, len(world.nodes) * size)
         affinities = world.node_comm.allgather(system.cores())
         # Also a barrier: the slots of direct copies are ready on every rank.
         places = world.comm.allgather((topology.machine_id() or world.nodes.index(local), system.cores()))

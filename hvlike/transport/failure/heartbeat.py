@@ -8,6 +8,10 @@ not grow with the square of their number, and a node is heard of as long as one 
     rank of node A --- [A: 17.2  B: 9.0  C: 4.1] --> rank of node B      the latest clock of each node, by its own clock
     rank of node B --- [A: 17.2  B: 9.3  C: 4.1] --> rank of node C
 
+One rank of a node gets such a message; the others read it in shared memory, where each rank writes what it has heard.
+So no rank hears less than its node, however many ranks there are: alone, each of 8 would get one in e^8 of these
+messages too late.
+
 A node whose clock stands still for the limit is lost. Those who see that go on when they are the majority (`goes_on`);
 the others end, so that two halves never train on. `HVLIKE_HEARTBEAT_SECONDS` is the limit.
 
@@ -23,7 +27,7 @@ import math
 import os
 import random
 import signal
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, MutableSequence, Sequence
 from typing import TYPE_CHECKING, Any
 
 from hvlike.errors import HorovodInternalError, PeerLeftError
@@ -40,6 +44,7 @@ DEFAULT_SECONDS = 30.0
 from running, far below the quarter of an hour that TCP waits."""
 
 BEATS = 8  # Of each rank within the limit
+_LOST = (1 << 64) - 1  # In the place of a clock
 
 logger = logging.getLogger("hvlike")
 
@@ -71,6 +76,7 @@ class Hearing:
         self._own, self._limit = own, limit
         self._silence = [0.0] * nodes  # Seconds
         self._looked = now
+        self._told: set[int] = set()  # Nodes that another rank of this node takes for lost
         self.lost: set[int] = set()
 
     def hear(self, clocks: Sequence[float]) -> None:
@@ -78,6 +84,17 @@ class Hearing:
         for node, clock in enumerate(clocks):
             if clock > self.clocks[node]:
                 self.clocks[node], self._silence[node] = clock, 0.0
+
+    def write(self, row: MutableSequence[int] | memoryview) -> None:
+        """Write down what this rank has heard, a word for each node, for the others of its own."""
+        for node, clock in enumerate(self.clocks):
+            row[node] = _LOST if node in self.lost else int(1e6 * max(clock, 0.0))
+
+    def read(self, row: Iterable[int]) -> None:
+        """Take over what another rank of this node has written."""
+        words = list(row)
+        self.hear([1e-6 * word if word > 0 else -math.inf for word in words])
+        self._told.update(node for node, word in enumerate(words) if word == _LOST)
 
     def look(self, now: float) -> set[int]:
         """Return the nodes that are lost from now on, each once. Nodes that were cut off together are lost together:
@@ -89,14 +106,15 @@ class Hearing:
             if node != self._own and node not in self.lost:
                 self._silence[node] += passed
         silent = self._silent_for(self._limit)
-        if not silent or silent != self._silent_for(self._limit / 2):
-            return set()
+        if silent != self._silent_for(self._limit / 2):
+            silent = set()
+        silent |= self._told - self.lost
         self.lost |= silent
         return silent
 
     def conclude(self) -> set[int]:
         """Return the nodes that are lost if nothing is heard from now on: those that were silent for half the limit."""
-        silent = self._silent_for(self._limit / 2)
+        silent = self._silent_for(self._limit / 2) | (self._told - self.lost)
         self.lost |= silent
         return silent
 
@@ -117,6 +135,10 @@ class Heartbeat:
         own = next(number for number, node in enumerate(world.nodes) if world.rank in node)
         self._hearing = Hearing(len(world.nodes), own, limit, system.monotonic())
         self._others = [number for number in range(len(world.nodes)) if number != own]
+        count, words = len(world.nodes), fabric.signs_of_life
+        rows = [words[first : first + count] for first in range(0, count * world.local_size, count)]
+        self._row = rows.pop(world.local_rank)
+        self._rows = rows  # Of the other ranks of this node
         # What the user draws from the global generator stays what it was.
         self._random = random.Random(world.rank)
         self._next = 0.0
@@ -132,12 +154,14 @@ class Heartbeat:
             self._next = now + self._limit / BEATS
             if self._neighbour is not None:
                 self._neighbour.look(now)
+            self._read()
             for node in self._listeners():
                 self._channel.send(
                     self._random.choice(self._nodes[node]), Topic.HEARTBEAT, self._hearing.clocks, kind="heartbeat"
                 )
         ranks = self._ranks_of(self._hearing.look(now))
         if ranks:
+            self._hearing.write(self._row)
             self._end_or_tell(ranks)
             self._lose({rank: PeerLeftError(self._describe(ranks)) for rank in ranks})
 
@@ -145,6 +169,7 @@ class Heartbeat:
         """hvlike is given up here, to start again without lost ranks: nothing will be heard any more. Another rank may
         have noticed first, and MPI would wait for those that were cut off.
         """
+        self._read()
         ranks = self._ranks_of(self._hearing.conclude())
         if ranks:
             self._end_or_tell(ranks)
@@ -168,6 +193,11 @@ class Heartbeat:
 
     def _hear(self, rank: int, clocks: Sequence[float], tensors: list[Any]) -> None:
         self._hearing.hear(clocks)
+        self._hearing.write(self._row)
+
+    def _read(self) -> None:
+        for row in self._rows:
+            self._hearing.read(row)
 
     def _describe(self, ranks: Sequence[int]) -> str:
         named = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"

@@ -6,6 +6,7 @@ trained, whoever was lost in between, and must come to the same parameters.
     killed     one or two processes, at any points, spares too
     raises     one rank, in a step: only that rank ends
     error      one rank meets an internal error in a step: all go back to the last commit
+    cut        a node is cut off: the side of the majority goes on, of two halves that with rank 0; the others end
 
 All that are left have to end well, with the same result, soon after the last loss. The job may end instead where a rank
 was lost before all were through init().
@@ -15,7 +16,9 @@ from __future__ import annotations
 
 import math
 import random
+from bisect import insort
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +26,8 @@ from support.simulation.job import JobEnd, Kill
 from support.simulation.programs import loss_of, make_model
 from torch import Tensor, nn
 
-WAYS = ("killed", "killed", "killed", "raises", "error")
+WAYS = ("killed", "killed", "killed", "raises", "error", "cut")
+HEARTBEAT_SECONDS = 8.0  # Where a link is cut; longer than ranks are held up
 RECOVERY_SECONDS = 6.0
 """From the last loss to the end of the training. MPI may hear of a loss after 1.5 s, and the steps take some time."""
 
@@ -73,13 +77,15 @@ class Elastic:
         first = 800 + int(draw.expovariate(1 / 4_000))
         gap = draw.choice([0, 30, 400, 3_000])
         points = [first + int(number * draw.expovariate(1.0) * gap) for number in range(len(culprits))]
-        spares = draw.choice([0, 0, 1]) if size > 2 else 0
         way = draw.choice(WAYS)
+        spares = draw.choice([0, 0, 1]) if size > 2 and way != "cut" else 0
         return cls(steps, draw.randint(1, 3), way, culprits, points, draw.randrange(steps), spares)
 
     def options(self) -> dict[str, Any]:
         """What `simulate` is to be given."""
         environment = {"OMPI_MCA_mpi_ft_enable": "1", "HVLIKE_SPARES": str(self.spares)}
+        if self.way == "cut":
+            environment["HVLIKE_HEARTBEAT_SECONDS"] = str(HEARTBEAT_SECONDS)
         kills = [Kill(*each) for each in zip(self.points, self.culprits, strict=True)] if self.way == "killed" else []
         return {"kills": kills, "environment": environment}
 
@@ -95,6 +101,9 @@ class Elastic:
             while state.step < self.steps:
                 if state.step == self.at and rank == self.culprits[0] and self.way != "killed" and not self.acted:
                     self.acted.append(system.monotonic())
+                    if self.way == "cut":
+                        self._cut(system.mpi().job, rank)
+                        continue
                     raise Failure if self.way == "raises" else hvd.HorovodInternalError("made up")
                 optimizer.zero_grad()
                 loss_of(model, state.step, hvd.rank()).backward()  # type: ignore[no-untyped-call]
@@ -117,6 +126,13 @@ class Elastic:
         assert steps == list(range(self.steps)), f"rank {rank} has made the steps {steps}"
         for found, wanted in zip(parameters, repeat(history), strict=True):
             assert torch.allclose(found, wanted, atol=1e-6), f"rank {rank}: {found}, expected {wanted} after {history}"
+
+    def _cut(self, network: Any, rank: int) -> None:
+        """Cut the link of this rank's node some points from now."""
+        node = network.node_of[rank]
+        if len(set(network.node_of.values())) > 1:
+            event = network.scheduler.points + self.points[0] % 1000, partial(network.cut_off, node)
+            insort(network.scheduler.events, event, key=lambda each: each[0])
 
     def judge(self, end: JobEnd) -> str | None:
         """Why the job has not ended as it should; None if it has."""
@@ -141,7 +157,7 @@ class Elastic:
                 return f"rank {rank} has ended by {end.aborted}: {outcome.trace}"
         if len(set(map(str, histories.values()))) > 1:
             return f"the ranks have made other steps: {histories}"
-        limit = last + end.held + RECOVERY_SECONDS
+        limit = last + end.held + RECOVERY_SECONDS + (2 * HEARTBEAT_SECONDS if self.way == "cut" else 0.0)
         late = {rank: round(when - last, 3) for rank, when in self.done.items() if when > limit}
         if late:
             return f"ranks have trained for long after a loss: {late}"

@@ -16,7 +16,7 @@ import math
 import random
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 from typing import TYPE_CHECKING, Any, Concatenate, NoReturn, ParamSpec, Protocol, TypeVar
 
 from support.simulation.simulated_buffers import Array
@@ -177,6 +177,7 @@ class Network:
         """Told the rank and the status when Abort is called; after that, ProcessEnded is raised there."""
         self.violations: list[str] = []  # The texts of all assertions that have failed, whoever has caught them
         self.lost_at: dict[int, float] = {}
+        self.cut: frozenset[int] = frozenset()  # Ranks to and from which nothing comes any more, but among themselves
         self.failures: Failures | None = None  # Where there is ULFM
         self.finalized: set[int] = set()
         self.endpoints = [Endpoint(self) for _ in range(self.size)]
@@ -220,6 +221,19 @@ class Network:
         self.touch_all()
         self.tell("lost", f"rank {rank}")
 
+    def cut_off(self, node: int) -> None:
+        """The link of a node fails for good; MPI does not notice."""
+        self.cut = frozenset(rank for rank, place in self.node_of.items() if place == node)
+        for endpoint in self.endpoints:
+            kept = [each for each in endpoint.arriving if not self.is_cut(each[2].sender, each[2].receiver)]
+            endpoint.arriving = kept
+            heapify(kept)
+        self.tell("cut", f"the link of node {node}")
+
+    def is_cut(self, *ranks: int) -> bool:
+        """Whether some of these ranks are out of reach of the others."""
+        return bool(self.cut) and 0 < sum(rank in self.cut for rank in ranks) < len(ranks)
+
     def next_event(self, rank: int) -> float:
         """When a call of this rank finds something that it does not find now."""
         endpoint = self.endpoints[rank]
@@ -259,6 +273,8 @@ class Network:
             message.read()
         if self.trace is not None:
             self.trace(f"sent {message}{self.explain(message)}")
+        if self.is_cut(*ends):
+            return message
         receiver = self.endpoints[ends[1]]
         heappush(receiver.arriving, (arrival, message.number, message))
         if self.node_of[ends[0]] != self.node_of[ends[1]]:
@@ -290,6 +306,8 @@ class Network:
     def transfer(self, message: Message, request: ReceiveRequest) -> None:
         """The bytes of a long message leave. Who is lost before they are there lets the other one wait for ever."""
         ends = message.sender, message.receiver
+        if self.is_cut(*ends):
+            return
         message.read()
         message.left_at, request.due = (self.scheduler.now + self.delay(*ends) for _ in range(2))
         self.endpoints[ends[1]].landing.append(request)

@@ -296,6 +296,8 @@ class Collective:
         positions = range(len(self._ranks)) if needs is None else needs
         if network.lost_at and any(network.is_lost(self._ranks[position]) for position in positions):
             return
+        if network.is_cut(*self._ranks):
+            return
         if len(self.values) < len(self._ranks):
             for position in positions:
                 if position not in self.values:

@@ -54,7 +54,7 @@ class Failures:
             return
         self._noticed[lost][lost] = network.scheduler.now
         for rank in range(network.size):
-            if rank != lost:
+            if rank != lost and not network.is_cut(rank, lost):
                 longest = network.scheduler.random.choice((0.005, 0.09, 0.09, 1.5))
                 self.notice(rank, lost, network.scheduler.now + network.scheduler.random.uniform(0.001, longest))
 
@@ -89,6 +89,8 @@ class Failures:
         scheduler = self._network.scheduler
         revoked = self._revoked.setdefault(context.number, {})
         for each in context.ranks:
+            if self._network.is_cut(rank, each):
+                continue
             when = scheduler.now if each == rank else scheduler.now + self._network.delay(rank, each)
             revoked[each] = min(when, revoked.get(each, NEVER))
             self._moments.append(when)
@@ -158,6 +160,8 @@ class SurvivorCollective:
         if self.is_concluded or failures is None:
             return
         callers = [rank for rank in self._requests if not network.is_lost(rank)]
+        if network.is_cut(*callers):
+            return
         missing = [rank for rank in self._context.ranks if rank not in self._requests]
         if not callers or any(len(failures.known(rank, missing)) < len(missing) for rank in callers):
             return

@@ -108,3 +108,43 @@ def test_the_default_needs_several_nodes_and_ranks_that_can_be_done_without(monk
         assert heartbeat_limit(None, nodes=1) == 0.0
         assert heartbeat_limit(3.0, nodes=1) == 3.0
         assert heartbeat_limit(0.0, nodes=2) == 0.0
+
+
+@pytest.mark.parametrize("sizes", [(2, 2), (1, 8), (8, 8), (1, 1, 6), (8,) * 5])
+def test_no_rank_hears_less_than_its_node(sizes: Sequence[int]) -> None:
+    """Of the ranks of a node one gets a message: alone, each of eight would hear too little now and then."""
+    draw, count = random.Random(1), len(sizes)
+    node_of = [node for node, size in enumerate(sizes) for _ in range(size)]
+    rows = [[0] * count for _ in node_of]
+    hearings = [Hearing(count, node, LIMIT, 0.0) for node in node_of]
+    beat = LIMIT / heartbeat.BEATS
+    for tick in range(1, 4000):
+        now = tick * beat / 4
+        for rank, hearing in enumerate(hearings):
+            if (tick + rank) % 4 == 0:
+                for other, row in enumerate(rows):
+                    if other != rank and node_of[other] == node_of[rank]:
+                        hearing.read(row)
+                for node in set(node_of) - {node_of[rank]}:
+                    listener = draw.choice([each for each, place in enumerate(node_of) if place == node])
+                    hearings[listener].hear(hearing.clocks)
+                    hearings[listener].write(rows[listener])
+            assert hearing.look(now) == set()
+            assert hearing.conclude() == set()
+
+
+def test_a_rank_takes_for_lost_whom_another_one_of_its_node_does() -> None:
+    first, second = (Hearing(3, 0, LIMIT, 0.0) for _ in range(2))
+    row = [0] * 3
+    for tick in range(1, 40):
+        first.hear([0.0, float(tick), 7.0])
+        if first.look(tick / 4):
+            break
+    first.write(row)
+    # The other one was stopped meanwhile: for all that it knows nobody has been silent.
+    second.read(row)
+    assert second.conclude() == {2}
+    assert second.look(1.0) == set()
+    third = Hearing(3, 0, LIMIT, 0.0)
+    third.read(row)
+    assert third.look(1.0) == {2}
