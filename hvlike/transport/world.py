@@ -130,7 +130,9 @@ class World(topology.Topology):
         if self.job is None:
             return []
         self.comm.progress()
-        return failed_ranks(self.mpi, self.comm)
+        lost = failed_ranks(self.mpi, self.comm)
+        self.job.failed = len(lost)
+        return lost
 
     @property
     def place(self) -> World:

@@ -109,6 +109,9 @@ class Board:
             if order is not None:
                 order()
             mine[entry] = number
+            if order is not None:
+                # Who sees the count, and not the entry, takes the operation for passed.
+                order()
             mine[_COUNT] = number
             with self._barrier:
                 pass

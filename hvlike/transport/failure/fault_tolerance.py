@@ -186,7 +186,7 @@ class Job:
         # the same.
         self.neighbours = {place: (process, local) for place, there, process, local in told if there == here}
         del self.neighbours[mpi.COMM_WORLD.rank]
-        self.losses = 0
+        self.losses = self.failed = 0  # Those of earlier restarts; those that are known since the last one
         self.last_loss = -math.inf  # Of system.monotonic()
         if RUNNING.job is None:
             system.at_exit(_finalize_current)
@@ -257,6 +257,7 @@ class Job:
         self.comm.Set_errhandler(self.mpi.ERRORS_RETURN)
         if self.comm.size < before:
             self.losses += before - self.comm.size
+            self.failed = 0
             self.last_loss = system.monotonic()
 
     def settle(self) -> None:
@@ -276,7 +277,10 @@ class Job:
         self.spares = [place for place, number in enumerate(numbers) if number is None]
 
     def others_live(self) -> bool:
-        return bool(self.comm.size - self.comm.Get_failed().size > 1)
+        """Whether another process is left. Any thread: where only one may be in MPI, by what was known last."""
+        if self.mpi.Query_thread() == self.mpi.THREAD_MULTIPLE:
+            self.failed = self.comm.Get_failed().size
+        return bool(self.comm.size - self.failed > 1)
 
     def lose(self, comm: Any, ranks: Sequence[int]) -> bool:
         """Have MPI take ranks of a communicator for lost, and spares on hosts where no rank is left: nothing is heard

@@ -187,11 +187,11 @@ class SimulatedSemaphore:
         return 0
 
     def take(self) -> int:
-        """Take one, if there is one."""
-        self._scheduler.fence()
+        """Take one, if there is one; else this is no fence, but a look alone (glibc's sem_trywait)."""
         self._scheduler.switch("take")
         if not self._count:
             return -1
+        self._scheduler.fence()
         self._count -= 1
         return 0
 

@@ -18,6 +18,8 @@ import sys
 import time
 import warnings
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -177,9 +179,14 @@ def run_all(seeds: Sequence[int], given: argparse.Namespace, until: float) -> It
         pin(0)
         yield from map(one, seeds)
         return
-    numbers = multiprocessing.Value("i", 0)
-    with multiprocessing.get_context("fork").Pool(given.processes, pin_next, [numbers]) as pool:
-        yield from pool.imap_unordered(one, seeds, 4)
+    context = multiprocessing.get_context("fork")
+    pool = ProcessPoolExecutor(given.processes, context, pin_next, [context.Value("i", 0)])
+    try:
+        yield from pool.map(one, seeds, chunksize=4)
+    except BrokenProcessPool as error:
+        yield f"a process of the simulation was killed: {error} (--processes 1 shows by which seed)"
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 def pin_next(numbers: Any) -> None:

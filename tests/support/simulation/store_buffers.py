@@ -19,7 +19,8 @@ from support.simulation.scheduler import Scheduler
 Order = Literal["at once", "in order", "reordered"]
 
 LONGEST_SECONDS = 100e-6  # Until a store is visible, with or without a fence
-CHANCE = 0.15  # That one becomes visible when somebody looks at a word, or writes one
+CHANCES = 0.02, 0.15, 0.15  # That one becomes visible when somebody looks at a word, or writes one: drawn for a job
+HURRY = 0.2  # How often another rank goes on just after a store: what it sees then is what differs from "at once"
 
 
 @dataclass
@@ -40,6 +41,7 @@ class StoreBuffers:
     def __init__(self, scheduler: Scheduler, order: Order) -> None:
         self._scheduler, self._order = scheduler, order
         self._waiting: dict[int, list[Store]] = {}  # By rank
+        self._chance = scheduler.random.choice(CHANCES)
         scheduler.fence = self.fence
 
     def store(self, view: memoryview, place: int, address: int, value: int, *, is_awaited: bool = True) -> None:
@@ -53,6 +55,8 @@ class StoreBuffers:
             store = Store(scheduler.now, address, view, place, value, is_awaited)
             self._waiting.setdefault(scheduler.rank, []).append(store)
             self._drain()
+            if scheduler.random.random() < HURRY:
+                scheduler.hurry()
 
     def look(self, view: memoryview, place: int, address: int) -> int:
         """Read a word that lies at this address."""
@@ -78,7 +82,7 @@ class StoreBuffers:
         random, now = self._scheduler.random.random, self._scheduler.now
         for rank in tuple(self._waiting):
             waiting = self._waiting[rank]
-            while waiting and (now - waiting[0].when > LONGEST_SECONDS or random() < CHANCE):
+            while waiting and (now - waiting[0].when > LONGEST_SECONDS or random() < self._chance):
                 place = int(random() * len(waiting)) if self._order == "reordered" else 0
                 # Stores to one word keep their order.
                 address = waiting[place].address

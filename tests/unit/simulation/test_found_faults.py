@@ -1,7 +1,7 @@
 """Faults that simulated jobs have found, each with a job that showed it."""
 
 from support.simulation.autograd_programs import Autograd
-from support.simulation.programs import Mistaken, Named
+from support.simulation.programs import Mistaken, Named, Uneven
 from support.simulation.run import Draw, what_is_wrong
 
 
@@ -23,6 +23,13 @@ def test_who_sees_that_a_rank_has_arrived_sees_at_what() -> None:
         19, "named", [[0, 1, 2, 3]], 40.0, [], True, {"eager_limit": 65536, "senders_must_call": True}, "reordered"
     )
     assert what_is_wrong(job.run(Named.draw(19, 4)), job) is None
+
+
+def test_who_sees_that_a_rank_has_come_to_an_operation_sees_its_entry_on_the_board() -> None:
+    """Of processors that reorder stores: a rank took another one for passed, and waited for it by negotiation."""
+    mpi = {"eager_limit": 4096, "senders_must_call": True, "roots_run_ahead": True, "sockets_tell": True}
+    job = Draw(20, "join", [[0, 1, 2, 3]], 10.0, [(3326, 2, 3.0)], True, mpi, "reordered")
+    assert what_is_wrong(job.run(Uneven.draw(20, 4)), job) is None
 
 
 def test_a_background_thread_that_runs_an_item_lets_others_hear_the_ring_that_woke_it() -> None:
