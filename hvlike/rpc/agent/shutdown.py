@@ -208,7 +208,7 @@ class SessionShutdown:
         self._termination = Termination(agent, self._tell, self._later)
         self.begun = False  # True while this worker's program is in a graceful shutdown
         self._woken = system.Event()
-        self._is_over = False
+        self._vanished: set[int] | None = None  # Workers that had when the phase was over; None before
         self._asked_by: set[int] = set()
         self._statuses: dict[int, WorkerStatus] = {}
 
@@ -216,14 +216,14 @@ class SessionShutdown:
         """This worker has come to the end of `phase`."""
 
         def over() -> None:
-            self._is_over = True
+            self._vanished = set(self._agent.vanished)
             self._woken.set()
 
         def begin() -> None:
             self._termination.begin(phase, over)
             self.lose()
 
-        self.begun, self._is_over = True, False
+        self.begun, self._vanished = True, None
         self._woken.clear()
         self._agent.fabric.loop.perform(begin)
 
@@ -234,7 +234,9 @@ class SessionShutdown:
         self._woken.wait(seconds)
         self._woken.clear()
         agent = self._agent
-        untold = sorted(agent.vanished - agent.told)
+        # Who has vanished since may only have left hvlike; the next phase needs it, if there is one.
+        vanished = agent.vanished if self._vanished is None else self._vanished
+        untold = sorted(vanished - agent.told)
         if untold:
             agent.told.update(untold)
             self.begun = False
@@ -245,7 +247,7 @@ class SessionShutdown:
                 "for the other workers, or shutdown(graceful=False).",
                 untold,
             )
-        return self._is_over
+        return self._vanished is not None
 
     def lose(self) -> None:
         """Some workers may be gone. In the loop."""

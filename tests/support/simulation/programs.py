@@ -4,6 +4,7 @@
     planned    training with DistributedOptimizer, with local passes and frozen layers
     join       ranks with different numbers of inputs, by Join and by hvd.join()
     mistakes   operations that differ between the ranks, or that a rank leaves for good
+    stuck      a rank joins, the others ask for different operations, and go on after the error
     lost       a rank that is killed, fails or leaves (lost_programs.py)
     elastic    ranks that are lost under fault tolerance, and the others go on (elastic_programs.py)
     rpc        calls that make further calls, RRefs passed on and kept, sessions one after the other
@@ -282,6 +283,42 @@ class Mistaken:
 
 
 @dataclass
+class Stuck:
+    """Rounds in which a rank joins, and the others ask for what only they ask for: an error on them, and they go on."""
+
+    joiners: list[int]
+    late: list[float]  # After so many seconds; the others report that they wait after 0.5
+
+    @classmethod
+    def draw(cls, seed: int, size: int) -> Stuck:
+        """Draw one."""
+        draw = random.Random(seed)
+        rounds = range(draw.randint(1, 3))
+        return cls([draw.randrange(size) for _ in rounds], [draw.choice([0.0, 0.0, 0.49, 0.51, 0.7]) for _ in rounds])
+
+    def __call__(self, hvd: Any, rank: int) -> None:
+        from hvlike.errors import DeadlockError
+        from hvlike.system.system import system
+
+        hvd.init()
+        active = hvd.size() - 1
+        for number, (joiner, late) in enumerate(zip(self.joiners, self.late, strict=True)):
+            if rank == joiner:
+                system.sleep(late)
+            else:
+                try:
+                    hvd.allreduce(torch.ones(1), name=f"only on {rank} {number}")
+                except DeadlockError:
+                    assert active > 1, "nobody else is active"
+                else:
+                    assert active == 1, f"rank {rank} has reduced alone"
+                found = hvd.allreduce(torch.ones(1), op=hvd.Sum, name=f"together {number}")
+                expect(found, torch.full((1,), float(active)), f"rank {rank}: together {number}")
+            hvd.join()
+        hvd.shutdown()
+
+
+@dataclass
 class Elsewhere:
     """Programs of another file."""
 
@@ -298,6 +335,7 @@ KINDS: dict[str, Any] = {
     "planned": Planned,
     "join": Uneven,
     "mistakes": Mistaken,
+    "stuck": Stuck,
     "lost": Elsewhere("lost_programs", "Lost"),
     "elastic": Elsewhere("elastic_programs", "Elastic"),
     "rpc": Rpc,

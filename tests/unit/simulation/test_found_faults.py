@@ -2,6 +2,7 @@
 
 from support.simulation.autograd_programs import Autograd
 from support.simulation.programs import Mistaken, Named, Uneven
+from support.simulation.rpc_programs import Rpc
 from support.simulation.run import Draw, what_is_wrong
 
 
@@ -30,6 +31,14 @@ def test_who_sees_that_a_rank_has_come_to_an_operation_sees_its_entry_on_the_boa
     mpi = {"eager_limit": 4096, "senders_must_call": True, "roots_run_ahead": True, "sockets_tell": True}
     job = Draw(20, "join", [[0, 1, 2, 3]], 10.0, [(3326, 2, 3.0)], True, mpi, "reordered")
     assert what_is_wrong(job.run(Uneven.draw(20, 4)), job) is None
+
+
+def test_who_is_held_up_as_the_session_of_rpc_ends_does_not_take_the_others_for_vanished() -> None:
+    """All was over, the others had left hvlike, too, and this rank heard of both at once."""
+    mpi = {"eager_limit": 4096, "senders_must_call": True, "roots_run_ahead": False, "sockets_tell": False}
+    holds = [(14209, 0, 3.0), (17404, 2, 3.0), (18692, 1, 0.002)]
+    job = Draw(100130, "rpc", [[0, 1], [2]], 3.0, holds, True, mpi, "reordered")
+    assert what_is_wrong(job.run(Rpc.draw(100130, 3)), job) is None
 
 
 def test_a_background_thread_that_runs_an_item_lets_others_hear_the_ring_that_woke_it() -> None:
