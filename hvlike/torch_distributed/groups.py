@@ -79,13 +79,15 @@ def _open(
             f"rank {context.world.rank}: the group {name!r} of torch.distributed with {name_ranks(ranks)} was not made "
             f"in time: missing {name_ranks(missing)}. Every rank has to make the same groups in the same order."
         )
-    set_state = yield from context.registry.enroll_members(private_number(name), ranks)
+    made = context.registry.made
+    made[name] += 1
+    set_state = yield from context.registry.enroll_members(private_number(f"{name} {made[name]}"), ranks)
     queue = yield from set_state.queues.take(-1)
     return set_state, queue
 
 
 def private_number(name: str) -> int:
-    """The number of the process set of a group, which no other has."""
+    """The number of the process set of a group, which no other has, nor has had. name: with how often it was made."""
     digest = hashlib.blake2b(name.encode(), digest_size=7).digest()
     return FIRST_PRIVATE_SET + int.from_bytes(digest, "big")
 

@@ -424,27 +424,3 @@ class Controller:
             key, place, since = self.tensor_queue.last
             last = Submission(key, str(place), now - since)
         return StatusReply(number, self.unfinished(), last, dict(self.steps), main_stack())
-
-
-class ControllerRouter:
-    def __init__(self, fabric: Fabric) -> None:
-        self.controllers: dict[int, Controller] = {}
-        self._early: dict[int, list[tuple[int, str, Any]]] = {}
-        self._newest = -1
-        fabric.channel.listen(Topic.CONTROLLER, self._deliver)
-
-    def connect(self, number: int, controller: Controller) -> None:
-        """Deliver to `controller` from now on, what came early first. In the loop; sets in rising order."""
-        self._newest = number
-        self.controllers[number] = controller
-        for rank, what, value in self._early.pop(number, []):
-            controller.hear(rank, what, value)
-
-    def _deliver(self, rank: int, message: tuple[int, str, Any], tensors: list[torch.Tensor]) -> None:
-        number, what, value = message
-        controller = self.controllers.get(number)
-        if controller is not None:
-            controller.hear(rank, what, value)
-        elif number > self._newest:
-            # A peer can be through with registering the set before this rank is.
-            self._early.setdefault(number, []).append((rank, what, value))

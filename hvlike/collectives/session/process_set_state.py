@@ -2,16 +2,18 @@
 
 ProcessSetState    one registered set: group, op queues, controller, executor
 Registry           all sets of the job, numbered; ends queues whose GPU has failed, on all ranks
+ControllerRouter   brings messages to the controller of their set
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from hvlike.backends.inline_allreduce import open_inline_allreduce
 from hvlike.backends.op_queue import OpQueue, OpQueues, open_queue
-from hvlike.collectives.controller.controller import Controller, ControllerRouter
+from hvlike.collectives.controller.controller import Controller
 from hvlike.collectives.controller.execution import Executor
 from hvlike.collectives.controller.inline_agreement import Agreement
 from hvlike.collectives.controller.inline_allreduce import InlineAllreduce
@@ -100,7 +102,7 @@ class ProcessSetState:
 
     def close(self) -> None:
         """Give back communicators. Collective over the group, after everything has ended."""
-        self._router.controllers.pop(self.group.number, None)
+        self._router.disconnect(self.group.number)
         for queue in self.queues.all():
             queue.close()
         self._closing()
@@ -121,6 +123,7 @@ class Registry:
         self._fabric = fabric
         self._knobs = knobs
         self._end = end
+        self.made: Counter[str] = Counter()  # How often a group of each name was made: members count alike
         self._router = ControllerRouter(fabric)
         self._next = 0
         fabric.channel.listen(Topic.DEVICE, lambda rank, message, tensors: self._hear_device(rank, *message))
@@ -220,6 +223,34 @@ class Registry:
         queues = () if set_state is None else set_state.queues.all()
         if queue < len(queues) and queues[queue].broken is None:
             queues[queue].fail(type(error)(f"on rank {rank}: {error}"))
+
+
+class ControllerRouter:
+    def __init__(self, fabric: Fabric) -> None:
+        self.controllers: dict[int, Controller] = {}
+        self._early: dict[int, list[tuple[int, str, Any]]] = {}
+        self._ended: set[int] = set()
+        fabric.channel.listen(Topic.CONTROLLER, self._deliver)
+
+    def connect(self, number: int, controller: Controller) -> None:
+        """Deliver to `controller` from now on, what came early first. In the loop."""
+        self.controllers[number] = controller
+        for rank, what, value in self._early.pop(number, []):
+            controller.hear(rank, what, value)
+
+    def disconnect(self, number: int) -> None:
+        """The set was removed, and no other one gets its number: what still comes for it is dropped."""
+        self.controllers.pop(number, None)
+        self._ended.add(number)
+
+    def _deliver(self, rank: int, message: tuple[int, str, Any], tensors: list[Any]) -> None:
+        number, what, value = message
+        controller = self.controllers.get(number)
+        if controller is not None:
+            controller.hear(rank, what, value)
+        elif number not in self._ended:
+            # A peer can be through with registering the set before this rank is.
+            self._early.setdefault(number, []).append((rank, what, value))
 
 
 def what_is_wrong(ranks: Sequence[int], known: Sequence[Sequence[int]], size: int) -> str | None:

@@ -17,9 +17,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from support.simulation.job import JobEnd, Kill
 from support.simulation.programs import KINDS_OF_OPERATIONS, Operation, expect, loss_of, make_model
 
+import hvlike.torch_distributed.process_group  # noqa: F401 - what belongs to a rank is known before the job begins
+from hvlike import rpc
+
+STEPS = ("named", "inline", "train", "join", "barrier", "objects", "set", "zero", "torch", "message", "rpc")
 WAYS = ("killed", "killed", "killed", "raises", "exits", "ends", "leaves")
 NOTICE_SECONDS = 3.0
 """From a loss, or from the moment at which a rank leaves, until the others have an error, if they need that rank."""
@@ -47,14 +52,14 @@ class Lost:
     began: dict[int, float] = field(default_factory=dict, compare=False, repr=False)  # When each rank was through init
     failed: dict[int, float] = field(default_factory=dict, compare=False, repr=False)  # When it met an error
     acted: list[float] = field(default_factory=list, compare=False, repr=False)  # When the culprit has failed or left
+    sets: dict[int, Any] = field(default_factory=dict, compare=False, repr=False)  # Of every other rank, by member
 
     @classmethod
     def draw(cls, seed: int, size: int) -> Lost:
         """Draw one."""
         draw = random.Random(seed)
-        steps = [
-            draw.choice(["named", "inline", "train", "join", "barrier", "objects"]) for _ in range(draw.randint(2, 8))
-        ]
+        kinds = draw.sample(STEPS, 4)
+        steps = [draw.choice(kinds) for _ in range(draw.randint(2, 8))]
         way = draw.choice(WAYS)
         at = int(draw.expovariate(1 / 1_500)) if way == "killed" else draw.randrange(len(steps))
         reaction = draw.choice(["raise", "return", "shutdown"])
@@ -70,16 +75,21 @@ class Lost:
 
         hvd.init()
         self.began[rank] = system.monotonic()
-        model = make_model()
-        sgd = torch.optim.SGD(model.parameters(), lr=0.05)
-        optimizer = hvd.DistributedOptimizer(sgd, model.named_parameters())
         try:
+            self._prepare(hvd, rank)
+            model = make_model()
+            sgd = torch.optim.SGD(model.parameters(), lr=0.05)
+            optimizer = hvd.DistributedOptimizer(sgd, model.named_parameters())
             for number, step in enumerate(self.steps):
                 if number == self.at and rank == self.culprit and self.way != "killed":
                     self.acted.append(system.monotonic())
                     if self._act(hvd):
                         return
                 self._make(step, number, hvd, rank, model, optimizer)
+            if "rpc" in self.steps:
+                rpc.shutdown()
+            if dist.is_initialized():
+                dist.destroy_process_group()
         except hvd.HorovodInternalError:
             self.failed[rank] = system.monotonic()
             if self.reaction == "raise":
@@ -87,6 +97,14 @@ class Lost:
             if self.reaction == "return":
                 return
         hvd.shutdown()
+
+    def _prepare(self, hvd: Any, rank: int) -> None:
+        if "rpc" in self.steps:
+            rpc.init_rpc(f"worker{hvd.rank()}", num_worker_threads=2)
+        if not {"torch", "message"}.isdisjoint(self.steps):
+            dist.init_process_group("hvlike")
+        if "set" in self.steps and hvd.size() > 1:
+            self.sets[rank] = hvd.add_process_set(range(0, hvd.size(), 2))
 
     def _act(self, hvd: Any) -> bool:
         """The culprit's deed; whether it ends its program."""
@@ -122,10 +140,36 @@ class Lost:
             with Join([optimizer]):
                 for each in range((rank + number) % 3):
                     self._train(number + each, rank, model, optimizer)
+        elif step == "set" and rank % 2 == 0 and size > 1:
+            found = hvd.allreduce(torch.ones(700), name=f"set {number}", op=hvd.Sum, process_set=self.sets[rank])
+            expect(found, torch.full((700,), float((size + 1) // 2)), f"rank {rank}: set")
+        elif step == "zero":
+            self._train(number, rank, model, self._zero(hvd, model))
+        elif step in ("torch", "message", "rpc"):
+            self._beside(step, number, rank, size)
         elif step == "barrier":
             hvd.barrier()
-        else:
+        elif step == "objects":
             expect(hvd.allgather_object(rank), list(range(size)), f"rank {rank}: objects")
+
+    def _zero(self, hvd: Any, model: Any) -> Any:
+        """ZeRO for a step of its own."""
+        return hvd.optim.ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, reduce_gradients=True, lr=0.05)
+
+    def _beside(self, step: str, number: int, rank: int, size: int) -> None:
+        """What does not use hvlike's own calls."""
+        if step == "torch":
+            found = torch.full((700,), float(rank))
+            dist.all_reduce(found)
+            expect(found, torch.full((700,), size * (size - 1) / 2), f"rank {rank}: torch")
+        elif step == "message" and size > 1:
+            found, mine = torch.zeros(20_000), torch.full((20_000,), float(rank))
+            works = [dist.isend(mine, (rank + 1) % size), dist.irecv(found, (rank - 1) % size)]
+            for each in works:
+                each.wait()
+            expect(found, torch.full((20_000,), float((rank - 1) % size)), f"rank {rank}: message")
+        elif step == "rpc":
+            assert rpc.rpc_sync(f"worker{(rank + 1) % size}", max, (number, rank)) == max(number, rank)
 
     def _train(self, number: int, rank: int, model: Any, optimizer: Any) -> None:
         optimizer.zero_grad()
@@ -143,7 +187,11 @@ class Lost:
                 continue
             # Of a lost rank shutdown() tells, too.
             is_told = self.reaction == "raise" or self.way == "killed"
-            if error not in ("PeerLeftError", "ShutdownError") or not is_told:
+            known = ("PeerLeftError", "ShutdownError", "WorkerLostError")
+            if error == "JoinError" and "join" in self.steps and any(each in str(outcome.error) for each in known):
+                # Another rank has met it first in their Join context, and tells of it.
+                error = "PeerLeftError"
+            if error not in known or not is_told:
                 return f"rank {rank}: {outcome.trace}"
         when = end.gone[self.culprit] if self.way == "killed" else min(self.acted, default=end.seconds)
         if not (end.killed or self.acted):

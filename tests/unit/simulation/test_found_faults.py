@@ -1,6 +1,7 @@
 """Faults that simulated jobs have found, each with a job that showed it."""
 
 from support.simulation.autograd_programs import Autograd
+from support.simulation.lost_programs import Lost
 from support.simulation.programs import Mistaken, Named, Uneven
 from support.simulation.rpc_programs import Rpc
 from support.simulation.run import Draw, what_is_wrong
@@ -39,6 +40,14 @@ def test_who_is_held_up_as_the_session_of_rpc_ends_does_not_take_the_others_for_
     holds = [(14209, 0, 3.0), (17404, 2, 3.0), (18692, 1, 0.002)]
     job = Draw(100130, "rpc", [[0, 1], [2]], 3.0, holds, True, mpi, "reordered")
     assert what_is_wrong(job.run(Rpc.draw(100130, 3)), job) is None
+
+
+def test_a_request_that_comes_before_its_process_set_is_kept_beside_groups_of_torch() -> None:
+    """Their sets have larger numbers, and the others counted as old ones: DeadlockError though all asked."""
+    mpi = {"eager_limit": 4096, "senders_must_call": False, "roots_run_ahead": True, "sockets_tell": True}
+    program = Lost(["set", "torch", "named", "rpc"], 0, "raises", 3, "raise", 0.02, 1374)
+    job = Draw(1374, "lost", [[0], [1], [2, 3, 4]], 200.0, [], False, mpi, "in order")
+    assert what_is_wrong(job.run(program), job) is None
 
 
 def test_a_background_thread_that_runs_an_item_lets_others_hear_the_ring_that_woke_it() -> None:
