@@ -218,11 +218,14 @@ class Endpoint:
             yield from self._channel.direct.receive(offer.rank, place.address, view, partial(_unreadable, offer))
             return
         process, mine = self._fabric.bells[offer.rank].process, view.ctypes.data
-        for start in range(0, place.nbytes, PIECE_BYTES):
-            if start:
-                yield Wait.AGAIN
-            nbytes = min(PIECE_BYTES, place.nbytes - start)
-            process_memory.read(process, place.address + start, mine + start, nbytes)
+        try:
+            for start in range(0, place.nbytes, PIECE_BYTES):
+                if start:
+                    yield Wait.AGAIN
+                nbytes = min(PIECE_BYTES, place.nbytes - start)
+                process_memory.read(process, place.address + start, mine + start, nbytes)
+        except OSError:
+            yield from _unreadable(offer)
 
     def answer(self, offer: Offer, error: BaseException | None) -> None:
         if offer.place.helped and error is None:

@@ -13,7 +13,7 @@ Every counter has one writer and only grows:
     received[o]   chunks put there by o for this rank that it has copied out
     lengths[2]    bytes this rank sends to each in an alltoall and expects from each, by parity of the work's number
     stamps[2]     hash of the work this rank is at, by parity of the work's number
-    failed        why this rank has given the region up: APART or LEFT; 0: it has not
+    failed        why this rank has given the region up: APART, LEFT or LOST; 0: it has not
     arrived       number of the newest work this rank has entered
     departed      number of the newest work that is not staged of which this rank has done its part
     places[2]     which tensors of the work lie where in shared allocations, by parity of the work's number
@@ -46,7 +46,8 @@ from hvlike.transport.memory.dtypes import EVERYTHING, FIRST_ADDRESS, Array, byt
 REDUCED, PUBLISHED, FAILED, STAMPS, ARRIVED, DEPARTED, PLACES, ABANDONED = 0, 1, 2, 3, 5, 6, 7, 9
 # Which of a rank's words hold these. Of those with a parity, the first.
 FRONT, BACK, SETTLED, ACTIVE, TOTAL = 10, 11, 12, 13, 15
-APART, LEFT = 1, 2  # The ranks are at different work; a rank has left one in the middle
+APART, LEFT, LOST = 1, 2, 3
+"""The ranks are at different work; a rank has left one in the middle; it has because the process of another is lost."""
 ADDRESSES = 2048  # How many tensors of one piece of work can be reached in a rank's own memory
 _WORDS = 16
 _LINE = 128

@@ -21,9 +21,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from hvlike.backends.arithmetic.arithmetic import Arithmetic, Piece
-from hvlike.backends.shared_memory.region import FAILED, LEFT, REDUCED, AddressView, first_peer
+from hvlike.backends.shared_memory.region import FAILED, LEFT, LOST, REDUCED, AddressView, first_peer
 from hvlike.backends.shared_memory.schedule import SLOTS, Chunk
 from hvlike.backends.shared_memory.work_sync import WorkSync
+from hvlike.errors import PeerLeftError
 from hvlike.transport.loop.coroutine import Coroutine, Wait
 
 PASSES = 16  # How often a reduction moves something before it lets other coroutines have a turn
@@ -219,9 +220,9 @@ class StagedReduction:
         except GeneratorExit:
             # The loop ends a job that cannot be completed: messages tell the other ranks why.
             raise
-        except BaseException:
+        except BaseException as error:
             # The peers would wait for these chunks for ever.
-            mine.words[FAILED] = mine.words[FAILED] or LEFT
+            mine.words[FAILED] = mine.words[FAILED] or (LOST if isinstance(error, PeerLeftError) else LEFT)
             raise
         finally:
             region.notify_if_sleeping()

@@ -36,6 +36,7 @@ from hvlike.backends.shared_memory.region import (
     FAILED,
     FRONT,
     LEFT,
+    LOST,
     PLACES,
     SETTLED,
     STAMPS,
@@ -153,9 +154,9 @@ class WorkSync:
         except GeneratorExit:
             # The loop ends a job that cannot be completed: messages tell the other ranks why.
             raise
-        except BaseException:
+        except BaseException as error:
             words = self.region.mine.words
-            words[FAILED] = words[FAILED] or LEFT
+            words[FAILED] = words[FAILED] or (LOST if isinstance(error, PeerLeftError) else LEFT)
             self.region.notify_if_sleeping()
             raise
 
@@ -205,6 +206,10 @@ class WorkSync:
             if not why:
                 continue
             region.mine.words[FAILED] = why
+            if why == LOST:
+                raise PeerLeftError(
+                    f"local rank {peer} has left a collective before its end: the process of another rank is lost"
+                )
             if why == LEFT:
                 raise HorovodInternalError(
                     f"local rank {peer} has left a collective before its end: it was interrupted, or an error occurred "

@@ -116,7 +116,8 @@ class ShutdownBarrier:
             self._error = error
 
     def _is_over(self) -> bool:
-        return self._error is not None or (self.all_left and self._fabric.channel.quiet)
+        # What was sent to a lost rank may never leave.
+        return self._error is not None or self._lost or (self.all_left and self._fabric.channel.quiet)
 
     def _look_for_first_rank(self, waited: float) -> None:
         loop, query = self._fabric.loop, self._query

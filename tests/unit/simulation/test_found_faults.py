@@ -1,6 +1,7 @@
 """Faults that simulated jobs have found, each with a job that showed it."""
 
 from support.simulation.autograd_programs import Autograd
+from support.simulation.elastic_programs import Elastic
 from support.simulation.lost_programs import Lost
 from support.simulation.programs import Mistaken, Named, Uneven
 from support.simulation.rpc_programs import Rpc
@@ -47,6 +48,25 @@ def test_a_request_that_comes_before_its_process_set_is_kept_beside_groups_of_to
     mpi = {"eager_limit": 4096, "senders_must_call": False, "roots_run_ahead": True, "sockets_tell": True}
     program = Lost(["set", "torch", "named", "rpc"], 0, "raises", 3, "raise", 0.02, 1374)
     job = Draw(1374, "lost", [[0], [1], [2, 3, 4]], 200.0, [], False, mpi, "in order")
+    assert what_is_wrong(job.run(program), job) is None
+
+
+def test_a_rank_that_is_lost_gives_the_promised_error_to_who_hears_of_it_by_others() -> None:
+    """By a rank of its node that met the loss first; and as what it has sent was being read."""
+    mpi = {"eager_limit": 0, "senders_must_call": True, "roots_run_ahead": True, "sockets_tell": True}
+    program = Lost(["inline", "inline"], 2, "killed", 3173, "raise", 20.0, 20623)
+    job = Draw(20623, "lost", [[0], [1, 2, 3]], 200.0, [], True, mpi, "reordered")
+    assert what_is_wrong(job.run(program), job) is None
+    mpi = {"eager_limit": 4096, "senders_must_call": False, "roots_run_ahead": True, "sockets_tell": True}
+    program = Lost(["message", "objects"], 2, "killed", 1595, "raise", 20.0, 20828)
+    job = Draw(20828, "lost", [[0, 1, 2, 3]], 10.0, [], True, mpi, "reordered")
+    assert what_is_wrong(job.run(program), job) is None
+
+
+def test_the_end_of_a_job_does_not_wait_for_what_was_sent_to_a_rank_that_is_cut_off() -> None:
+    mpi = {"eager_limit": 0, "senders_must_call": True, "roots_run_ahead": False, "sockets_tell": True}
+    program = Elastic(steps=3, commit_every=1, way="cut", culprits=[0], points=[4747], at=2, spares=0)
+    job = Draw(20047, "elastic", [[0], [1]], 40.0, [], False, mpi, "reordered")
     assert what_is_wrong(job.run(program), job) is None
 
 
