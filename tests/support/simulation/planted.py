@@ -236,4 +236,46 @@ PLANTS = [
         ("rpc/rrefs/rref.py", "    session = incoming.session\n", "    session = current_session()\n"),
         kinds=("rpc", "leavers"),
     ),
+    plant(
+        "a rank's count is visible before its entry on the board",
+        (
+            BOARD,
+            "            if order is not None:\n"
+            "                # Who sees the count, and not the entry, takes the operation for passed.\n"
+            "                order()\n",
+            "",
+        ),
+    ),
+    plant(
+        "what comes early is kept for sets with larger numbers only",
+        (
+            "collectives/session/process_set_state.py",
+            "        elif number not in self._ended:\n",
+            "        elif number > max(self.controllers, default=-1):\n",
+        ),
+        kinds=("lost", "torch"),
+    ),
+    plant(
+        "a rank judges the other nodes by what it has heard itself",
+        (
+            "transport/failure/heartbeat.py",
+            "        for row in self._rows:\n            self._hearing.read(row)\n",
+            "        return\n",
+        ),
+        kinds=("elastic",),
+    ),
+    plant(
+        "the end of a job waits for what was sent to a lost rank",
+        ("collectives/health/shutdown_barrier.py", " or self._lost or (self.all_left", " or (self.all_left"),
+        kinds=("elastic",),
+    ),
+    plant(
+        "who has heard that the session of RPC is over takes who has left for vanished",
+        (
+            "rpc/agent/shutdown.py",
+            "agent.vanished if self._vanished is None else self._vanished\n",
+            "agent.vanished\n",
+        ),
+        kinds=("rpc", "leavers"),
+    ),
 ]
