@@ -72,7 +72,7 @@ class Hearing:
     """
 
     def __init__(self, nodes: int, own: int, limit: float, now: float) -> None:
-        self.clocks = [-math.inf] * nodes  # The latest of each node, by its own clock
+        self.clocks: list[float] = [0] * nodes  # The latest of each node, in microseconds of its own clock; 0: none
         self._own, self._limit = own, limit
         self._silence = [0.0] * nodes  # Seconds
         self._looked = now
@@ -88,12 +88,12 @@ class Hearing:
     def write(self, row: MutableSequence[int] | memoryview) -> None:
         """Write down what this rank has heard, a word for each node, for the others of its own."""
         for node, clock in enumerate(self.clocks):
-            row[node] = _LOST if node in self.lost else int(1e6 * max(clock, 0.0))
+            row[node] = _LOST if node in self.lost else int(clock)
 
     def read(self, row: Iterable[int]) -> None:
         """Take over what another rank of this node has written."""
         words = list(row)
-        self.hear([1e-6 * word if word > 0 else -math.inf for word in words])
+        self.hear([0 if word == _LOST else word for word in words])
         self._told.update(node for node, word in enumerate(words) if word == _LOST)
 
     def look(self, now: float) -> set[int]:
@@ -101,7 +101,7 @@ class Hearing:
         while another one has been silent for half the limit, its end is waited for.
         """
         passed, self._looked = min(now - self._looked, self._limit / BEATS), now
-        self.clocks[self._own] = now
+        self.clocks[self._own] = int(1e6 * now)
         for node in range(len(self.clocks)):
             if node != self._own and node not in self.lost:
                 self._silence[node] += passed

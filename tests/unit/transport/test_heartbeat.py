@@ -148,3 +148,9 @@ def test_a_rank_takes_for_lost_whom_another_one_of_its_node_does() -> None:
     third = Hearing(3, 0, LIMIT, 0.0)
     third.read(row)
     assert third.look(1.0) == {2}
+    # What it tells other nodes is no sign of life of the lost one.
+    elsewhere = Hearing(3, 1, LIMIT, 0.0)
+    elsewhere.hear([0, 0, 7])
+    elsewhere.look(1.0)
+    elsewhere.hear(third.clocks)
+    assert elsewhere.clocks[2] == 7
