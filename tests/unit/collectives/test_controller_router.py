@@ -53,4 +53,6 @@ def test_what_comes_after_the_set_was_removed_is_dropped(listener: SimpleNamespa
     listener.router.disconnect(SHARED)
     listener.deliver(3, (SHARED, "resumed", None), [])
     assert controller.heard == []
-    assert listener.router._early == {}
+    another = Heard()
+    listener.router.connect(SHARED, another)
+    assert another.heard == []
