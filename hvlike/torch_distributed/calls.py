@@ -27,7 +27,7 @@ from hvlike.backends.op_queue import Job, OpQueue
 from hvlike.collectives.requests.message_table import name_ranks
 from hvlike.collectives.session.context import Context, current, is_running
 from hvlike.collectives.session.process_set_state import ProcessSetState, stall_limits
-from hvlike.errors import HorovodInternalError, MismatchError, ShutdownError, StalledError
+from hvlike.errors import HorovodInternalError, MismatchError, PeerLeftError, ShutdownError, StalledError
 from hvlike.system.system import system
 from hvlike.torch_distributed.directory import describe_calls, describe_missing, directory_of
 from hvlike.torch_distributed.work import Work
@@ -286,13 +286,15 @@ class CallQueue:
         if lost is not None and not self._told:
             self._told = True
             if not isinstance(lost, ShutdownError):
-                self._directory.tell(self, str(lost))
+                # The others raise PeerLeftError, too, where a rank was lost.
+                kind = PeerLeftError if isinstance(lost, PeerLeftError) else HorovodInternalError
+                self._directory.tell(self, kind(str(lost)))
 
-    def follow(self, rank: int, reason: str) -> None:
+    def follow(self, rank: int, reason: HorovodInternalError) -> None:
         """Another member has lost the group: what waits for it here would wait for ever. In the loop."""
         if self._queue.broken is None:
             self._told = True
-            self._queue.fail(HorovodInternalError(f"rank {rank} cannot go on in the group {self.name!r}: {reason}"))
+            self._queue.fail(type(reason)(f"rank {rank} cannot go on in the group {self.name!r}: {reason}"))
 
     def explained(self, error: BaseException, work: Work) -> BaseException:
         """The error to raise for a call: with what each member has called, where that does not fit. Blocks a moment."""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from hvlike.collectives.health.stall_inspector import ANSWER_SECONDS, SHOWN_STACKS
 from hvlike.collectives.requests.message_table import name_ranks
 from hvlike.collectives.session.context import Context
+from hvlike.errors import HorovodInternalError
 from hvlike.observe.log import main_stack
 from hvlike.system.system import of_process, system
 from hvlike.transport.loop.coroutine import Coroutine, Wait
@@ -39,15 +40,15 @@ class Directory:
         for each in list(self.groups.values()):
             each.watch()
 
-    def tell(self, group: CallQueue, reason: str) -> None:
+    def tell(self, group: CallQueue, reason: HorovodInternalError) -> None:
         """Tell all other members why this rank cannot go on in a group."""
         for rank in group.group.ranks:
             if rank != self._fabric.world.rank:
                 self._fabric.channel.send(rank, Topic.GROUP_CALLS, (group.name, 0, reason), kind="status")
 
-    def _hear(self, rank: int, name: str, number: int, answer: Answer | str | None) -> None:
+    def _hear(self, rank: int, name: str, number: int, answer: Answer | HorovodInternalError | None) -> None:
         group = self.groups.get(name)
-        if isinstance(answer, str):
+        if isinstance(answer, HorovodInternalError):
             if group is not None:
                 group.follow(rank, answer)
             return

@@ -52,7 +52,12 @@ def test_a_request_that_comes_before_its_process_set_is_kept_beside_groups_of_to
 
 
 def test_a_rank_that_is_lost_gives_the_promised_error_to_who_hears_of_it_by_others() -> None:
-    """By a rank of its node that met the loss first; and as what it has sent was being read."""
+    """By a rank of its node, or of its group of torch, that met the loss first; and as what it sent was being read."""
+    mpi = {"eager_limit": 262144, "senders_must_call": False, "roots_run_ahead": True, "sockets_tell": True}
+    steps = ["barrier", "torch", "objects", "barrier", "set", "torch", "set"]
+    program = Lost(steps, 1, "killed", 2714, "raise", 20.0, 254)
+    job = Draw(254, "lost", [[0, 1], [2, 3]], 10.0, [(7121, 0, 3.0)], True, mpi, "at once")
+    assert what_is_wrong(job.run(program), job) is None
     mpi = {"eager_limit": 0, "senders_must_call": True, "roots_run_ahead": True, "sockets_tell": True}
     program = Lost(["inline", "inline"], 2, "killed", 3173, "raise", 20.0, 20623)
     job = Draw(20623, "lost", [[0], [1, 2, 3]], 200.0, [], True, mpi, "reordered")
