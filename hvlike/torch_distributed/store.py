@@ -28,7 +28,7 @@ from hvlike.system.system import of_process, system
 from hvlike.torch_distributed.key_value_table import Answer, Due, Table
 from hvlike.transport.host import mpi_library, rank_variables
 from hvlike.transport.host.launchers import detect_launcher
-from hvlike.transport.loop.coroutine import Coroutine, Wait
+from hvlike.transport.loop.coroutine import Coroutine, pause
 from hvlike.transport.messages.traffic import Topic
 from hvlike.transport.world import World
 
@@ -223,9 +223,7 @@ class _Calls:
             self._loop.start(self._give_up(errors), wake=False)
 
     def _give_up(self, errors: dict[int, HorovodInternalError]) -> Coroutine[None]:
-        until = system.monotonic() + LAST_WORDS_SECONDS
-        while system.monotonic() < until:
-            yield Wait.NOTIFY
+        yield from pause(LAST_WORDS_SECONDS)
         reasons = " ".join(str(error).rstrip(".") for error in errors.values())
         if HOLDER in errors:
             self._fail(f"{reasons}, and it held the store")

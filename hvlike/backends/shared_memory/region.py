@@ -37,6 +37,7 @@ import torch
 from hvlike.backends.arithmetic.arithmetic import Arithmetic, Piece
 from hvlike.backends.arithmetic.kernels import SilentErrstate
 from hvlike.backends.shared_memory.schedule import SLOTS
+from hvlike.errors import PeerLeftError
 from hvlike.system.mapped_memory import Segment
 from hvlike.system.system import system
 from hvlike.transport.loop.spin import SpinPolicy
@@ -157,6 +158,11 @@ class Region:
         word = PLACES + number % 2
         place = self.mine.words[word]
         return all(counters.words[word] == place for counters in self.others)
+
+    def give_up(self, error: BaseException) -> None:
+        """This rank leaves a work in the middle; the peers see why."""
+        words = self.mine.words
+        words[FAILED] = words[FAILED] or (LOST if isinstance(error, PeerLeftError) else LEFT)
 
     def notify_if_sleeping(self) -> None:
         """Wake the peers that sleep, after counters they may wait for were advanced."""

@@ -21,10 +21,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from hvlike.backends.arithmetic.arithmetic import Arithmetic, Piece
-from hvlike.backends.shared_memory.region import FAILED, LEFT, LOST, REDUCED, AddressView, first_peer
+from hvlike.backends.shared_memory.region import REDUCED, AddressView, first_peer
 from hvlike.backends.shared_memory.schedule import SLOTS, Chunk
 from hvlike.backends.shared_memory.work_sync import WorkSync
-from hvlike.errors import PeerLeftError
 from hvlike.transport.loop.coroutine import Coroutine, Wait
 
 PASSES = 16  # How often a reduction moves something before it lets other coroutines have a turn
@@ -222,7 +221,7 @@ class StagedReduction:
             raise
         except BaseException as error:
             # The peers would wait for these chunks for ever.
-            mine.words[FAILED] = mine.words[FAILED] or (LOST if isinstance(error, PeerLeftError) else LEFT)
+            region.give_up(error)
             raise
         finally:
             region.notify_if_sleeping()

@@ -155,8 +155,7 @@ class WorkSync:
             # The loop ends a job that cannot be completed: messages tell the other ranks why.
             raise
         except BaseException as error:
-            words = self.region.mine.words
-            words[FAILED] = words[FAILED] or (LOST if isinstance(error, PeerLeftError) else LEFT)
+            self.region.give_up(error)
             self.region.notify_if_sleeping()
             raise
 

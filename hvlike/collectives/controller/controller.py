@@ -49,7 +49,7 @@ from hvlike.observe.log import main_stack
 from hvlike.system.system import system
 from hvlike.transport.fabric import Fabric
 from hvlike.transport.host import mpi_library
-from hvlike.transport.loop.coroutine import Coroutine, Wait
+from hvlike.transport.loop.coroutine import Coroutine, Wait, pause
 from hvlike.transport.messages.traffic import Topic
 from hvlike.transport.world import Group
 
@@ -347,9 +347,7 @@ class Controller:
         self._obey(*announcement)
 
     def _gather(self) -> Coroutine[None]:
-        until = system.monotonic() + self.cycle_seconds
-        while system.monotonic() < until:
-            yield Wait.POLL
+        yield from pause(self.cycle_seconds, Wait.POLL)
         gathered, self._gathered = self._gathered, []
         responses = [each for announced, _ in gathered for each in announced]
         counts = {kind: n for _, counts in gathered for kind, n in counts.items()}

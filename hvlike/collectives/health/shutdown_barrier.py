@@ -20,7 +20,7 @@ from hvlike.collectives.requests.message_table import name_ranks, tree_of
 from hvlike.errors import HorovodInternalError, PeerLeftError, ShutdownError, StalledError
 from hvlike.system.system import system
 from hvlike.transport.fabric import Fabric
-from hvlike.transport.loop.coroutine import Coroutine, Wait, complete
+from hvlike.transport.loop.coroutine import Coroutine, Wait, complete, pause
 from hvlike.transport.messages.traffic import Topic
 
 logger = logging.getLogger("hvlike")
@@ -106,10 +106,8 @@ class ShutdownBarrier:
 
     def fail(self, error: HorovodInternalError) -> Coroutine[None]:
         """A rank is lost, and nothing goes on without it: who waits for all gets this error. In the loop."""
-        until = system.monotonic() + FAIL_SECONDS
-        while system.monotonic() < until:
-            # That all have left may be on its way: then this rank has only ended before.
-            yield Wait.NOTIFY
+        # That all have left may be on its way: then this rank has only ended before.
+        yield from pause(FAIL_SECONDS)
         if self.all_left:
             self._lost = True
         else:
@@ -182,15 +180,13 @@ class ShutdownBarrier:
         if self._world.rank == 0:
             self._hear(0, "all left", None)
         else:
-            self._tell(self._parent, "left", self._left)
+            self._tell(self._parent, "left", dict(self._left))
 
     def _tell_parent(self) -> Coroutine[None]:
         """On a rank that speaks for others, while some of them have left and others have not."""
         everybody = len(self._below(self._world.rank))
         while len(self._left) < everybody:
-            until = system.monotonic() + NODE_GRACE_SECONDS
-            while system.monotonic() < until:
-                yield Wait.NOTIFY
+            yield from pause(NODE_GRACE_SECONDS)
             if len(self._left) < everybody and set(self._left) != self._told:
                 self._told = set(self._left)
                 self._tell(self._parent, "left", dict(self._left))
@@ -199,9 +195,7 @@ class ShutdownBarrier:
         """On rank 0, while some have left and others have not."""
         report = MissingRanksReport(self._limits, self._query)
         while len(self._left) < self._world.size:
-            until = system.monotonic() + GRACE_SECONDS
-            while system.monotonic() < until:
-                yield Wait.NOTIFY
+            yield from pause(GRACE_SECONDS)
             if len(self._left) < self._world.size and set(self._left) != self._told:
                 self._told = set(self._left)
                 # Rank 0 serves the others even after it has left itself, so it always hears this too.

@@ -37,7 +37,7 @@ from hvlike.transport.failure.heartbeat import Heartbeat, heartbeat_limit
 from hvlike.transport.failure.watchdog import Liveness, init_watchdog
 from hvlike.transport.host import mpi_library, rank_variables
 from hvlike.transport.host.topology import has_spare_core
-from hvlike.transport.loop.coroutine import Coroutine, Task, Wait
+from hvlike.transport.loop.coroutine import Coroutine, Task, pause
 from hvlike.transport.world import World
 
 logger = logging.getLogger("hvlike")
@@ -305,9 +305,7 @@ class Context:
 
     def _abandon(self, set_state: ProcessSetState, errors: dict[int, HorovodInternalError]) -> Coroutine[None]:
         """Fail what runs, and what comes, in a set that a rank has left; first take what it has still sent."""
-        until = system.monotonic() + _LEFT_BEHIND_SECONDS
-        while system.monotonic() < until:
-            yield Wait.NOTIFY
+        yield from pause(_LEFT_BEHIND_SECONDS)
         for queue in set_state.queues.all():
             queue.fail(queue.peer_left or next(iter(errors.values())))
         set_state.controller.lose_parent(errors)

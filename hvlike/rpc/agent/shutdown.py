@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from hvlike.errors import WorkerLostError
 from hvlike.rpc.wire.message import IDLE_REPORT, LEAVING, STATUS, STATUS_QUERY, WAVE_RESULT, describe_subject
 from hvlike.system.system import system
-from hvlike.transport.loop.coroutine import Coroutine, Wait
+from hvlike.transport.loop.coroutine import Wait, pause
 from hvlike.transport.messages.traffic import Topic
 
 if TYPE_CHECKING:
@@ -304,11 +304,5 @@ class SessionShutdown:
             self._tell(rank, what)
 
     def _later(self, check: Callable[[], None], waves: int) -> None:
-        pause = min(_SHORTEST_PAUSE_SECONDS * 2.0 ** min(waves, 10), _LONGEST_PAUSE_SECONDS)
-        self._agent.fabric.loop.start(_pause(pause), lambda _: check(), wake=False)
-
-
-def _pause(seconds: float) -> Coroutine[None]:
-    until = system.monotonic() + seconds
-    while system.monotonic() < until:
-        yield Wait.POLL
+        seconds = min(_SHORTEST_PAUSE_SECONDS * 2.0 ** min(waves, 10), _LONGEST_PAUSE_SECONDS)
+        self._agent.fabric.loop.start(pause(seconds, Wait.POLL), lambda _: check(), wake=False)

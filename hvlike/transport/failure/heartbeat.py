@@ -9,8 +9,8 @@ not grow with the square of their number, and a node is heard of as long as one 
     rank of node B --- [A: 17.2  B: 9.3  C: 4.1] --> rank of node C
 
 One rank of a node gets such a message; the others read it in shared memory, where each rank writes what it has heard.
-So no rank hears less than its node, however many ranks there are: alone, each of 8 would get one in e^8 of these
-messages too late.
+So no rank hears less than its node. Without that, on two nodes with 8 ranks each, some rank would hear nothing of the
+other node for the whole limit about every 20 minutes.
 
 A node whose clock stands still for the limit is lost. Those who see that go on when they are the majority (`goes_on`);
 the others end, so that two halves never train on. `HVLIKE_HEARTBEAT_SECONDS` is the limit.

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeAlias, TypeVar
 
 from hvlike.errors import StateError
+from hvlike.system.system import system
 
 T = TypeVar("T")
 
@@ -33,6 +34,13 @@ def complete(requests: Iterable[Any]) -> Coroutine[None]:
     for request in requests:
         while not request.Test():
             yield Wait.POLL
+
+
+def pause(seconds: float, wait: Wait = Wait.NOTIFY) -> Coroutine[None]:
+    """Let so much time pass. wait: POLL where it ends between two of the loop's looks around."""
+    until = system.monotonic() + seconds
+    while system.monotonic() < until:
+        yield wait
 
 
 def second_driver(what: str) -> StateError:

@@ -67,6 +67,7 @@ class Elastic:
     began: dict[int, float] = field(default_factory=dict, compare=False, repr=False)  # When each rank was through init
     done: dict[int, float] = field(default_factory=dict, compare=False, repr=False)  # When it was through training
     acted: list[float] = field(default_factory=list, compare=False, repr=False)  # When a culprit has failed
+    apart: list[int] = field(default_factory=list, compare=False, repr=False)  # The ranks of a node that was cut off
 
     @classmethod
     def draw(cls, seed: int, size: int) -> Elastic:
@@ -133,6 +134,7 @@ class Elastic:
         if len(set(network.node_of.values())) > 1:
             event = network.scheduler.points + self.points[0] % 1000, partial(network.cut_off, node)
             insort(network.scheduler.events, event, key=lambda each: each[0])
+            self.apart += [each for each, place in network.node_of.items() if place == node]
 
     def judge(self, end: JobEnd) -> str | None:
         """Why the job has not ended as it should; None if it has."""
@@ -146,6 +148,12 @@ class Elastic:
             errors = [each for each in end.ranks if each.error is not None]
             known = ("PeerLeftError", "RestartError", "SystemExit")
             return next((each.trace for each in errors if type(each.error).__name__ not in known), None)
+        if self.apart:
+            weight = 2 * len(self.apart)
+            apart_goes_on = weight > size or (weight == size and 0 in self.apart)
+            wrong = [rank for rank in end.killed if (rank in self.apart) == apart_goes_on]
+            if wrong:
+                return f"ranks {wrong} have ended, of the side that was to go on: {self.apart} were cut off"
         histories = {}
         for rank, outcome in enumerate(end.ranks):
             error = type(outcome.error).__name__
