@@ -6,6 +6,8 @@ import pytest
 import torch
 from support.simulation.job import simulate
 
+from hvlike.system.system import system
+
 
 def averages(hvd: Any, rank: int) -> list[float]:
     """Reduce three times, in another way each."""
@@ -93,26 +95,25 @@ def test_two_ranks_that_wait_for_a_third_do_not_keep_each_other_awake(shares_cor
         assert held.points < plain.points + 20_000
 
 
-def leaves_others_alone(hvd: Any, rank: int) -> str:
-    """All but the last rank come to the end; that one stays away for longer than they wait."""
-    from hvlike.system.system import system
-
-    hvd.init()
-    if rank == hvd.size() - 1:
-        system.sleep(60.0)
-    try:
-        hvd.shutdown()
-    except hvd.errors.StalledError as error:
-        # The first one that ends so ends the job.
-        system.sleep(1.0)
-        return str(error)
-    return "no error"
-
-
 @pytest.mark.parametrize("nodes", [[[0, 1, 2]], [[0, 1], [2, 3]], [[0], [1], [2, 3, 4]]], ids=str)
 def test_ranks_that_have_left_hear_from_rank_0_that_another_one_does_not_come(nodes: list[list[int]]) -> None:
+    told = {}
+    last = nodes[-1][-1]
+
+    def leaves(hvd: Any, rank: int) -> None:
+        """All but the last rank come to the end; that one stays away for longer than they wait."""
+        hvd.init()
+        if rank == last:
+            system.sleep(60.0)
+        try:
+            hvd.shutdown()
+        except hvd.errors.StalledError as error:
+            told[rank] = str(error)
+            # The first rank that ends so ends the job, so each waits for the others.
+            system.sleep(1.0)
+
     limits = {"HVLIKE_STALL_CHECK_TIME_SECONDS": "1", "HVLIKE_STALL_SHUTDOWN_TIME_SECONDS": "3"}
-    end = simulate(leaves_others_alone, nodes, 3, environment=limits, most_seconds=20.0)
-    waited = end.ranks[:-1]
-    for each in waited:
-        assert f"rank {len(waited)} has not" in each.result, each
+    end = simulate(leaves, nodes, 3, environment=limits, most_seconds=20.0)
+    assert end.hang is None, end.hang
+    assert sorted(told) == list(range(last))
+    assert all(f"rank {last} has not" in each for each in told.values()), told
