@@ -2,8 +2,9 @@
 
 A rank that is done (its program ended, or it called shutdown) tells rank 0 and stays reachable until all are. The first
 rank of each node speaks for the node, so that rank 0 hears one message from each. When some have left and others go on,
-rank 0 tells those who has left, and what needs the missing ranks fails with an error. Ranks that have left sleep; from
-time to time rank 0 reports where the others are.
+rank 0 tells those who has left, and what needs the missing ranks fails with an error. It does so once every rank has
+answered: one that stands still may have a part in what others wait for, and those that have left have done theirs.
+Ranks that have left sleep; from time to time rank 0 reports where the others are.
 
 When all have left, a rank may still have messages to pass on, which it got before. So each stays until all have sent
 what they had to send: MPI may keep a send until its receiver takes it.
@@ -78,6 +79,8 @@ class ShutdownBarrier:
         self._left: dict[int, str] = {}  # Of those that this rank speaks for
         self._told: set[int] = set()
         self._telling = False
+        self._reach = 0  # The number of the last question whether all ranks answer
+        self._unreached: set[int] = set()  # Of those to whom this rank has passed it on
         self._query = StatusQuery(lambda rank, asked: self._tell(rank, "where", asked), fabric.look_at)
         self._error: HorovodInternalError | None = None
         self.all_left = self._lost = False
@@ -155,6 +158,15 @@ class ShutdownBarrier:
         elif what == "all left":
             self._pass_on(what, value, self._below(me))
             self.all_left = True
+        elif what == "reach":
+            self._reach, self._unreached = value, set(self._children)
+            for child in self._children:
+                self._tell(child, what, value)
+            self._tell_if_reached()
+        elif what == "reached":
+            if value == self._reach:
+                self._unreached.discard(rank)
+                self._tell_if_reached()
         elif what == "where":
             self._tell(rank, "here", answer_of(value))
         elif what == "here":
@@ -182,6 +194,18 @@ class ShutdownBarrier:
         else:
             self._tell(self._parent, "left", dict(self._left))
 
+    def _tell_if_reached(self) -> None:
+        if not self._unreached and self._world.rank != 0:
+            self._tell(self._parent, "reached", self._reach)
+
+    def _reach_all(self) -> Coroutine[bool]:
+        """On rank 0: whether all ranks answer now."""
+        self._hear(0, "reach", self._reach + 1)
+        until = system.monotonic() + ANSWER_SECONDS
+        while self._unreached and system.monotonic() < until:
+            yield Wait.NOTIFY
+        return not self._unreached
+
     def _tell_parent(self) -> Coroutine[None]:
         """On a rank that speaks for others, while some of them have left and others have not."""
         everybody = len(self._below(self._world.rank))
@@ -196,7 +220,8 @@ class ShutdownBarrier:
         report = MissingRanksReport(self._limits, self._query)
         while len(self._left) < self._world.size:
             yield from pause(GRACE_SECONDS)
-            if len(self._left) < self._world.size and set(self._left) != self._told:
+            news = set(self._left) != self._told
+            if news and len(self._left) < self._world.size and (yield from self._reach_all()):
                 self._told = set(self._left)
                 # Rank 0 serves the others even after it has left itself, so it always hears this too.
                 self._hear(0, "gone", dict(self._left))

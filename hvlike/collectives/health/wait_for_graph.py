@@ -53,21 +53,24 @@ class WaitForGraph:
         away: Collection[int] | None = None,
     ) -> bool:
         """True when all members wait, each for another one that has not joined or, for planned steps, is not away."""
-        waits = [waiting for position, waiting in self.waits.items() if position not in joined]
+        waits = {position: waiting for position, waiting in self.waits.items() if position not in joined}
         return (
             bool(waits)
             and len(waits) == len(self.ranks) - len(joined)
-            and all(each.certain for each in waits)
+            and all(each.certain for each in waits.values())
             and all(self.lacking(each, missing, joined if away is None else away) for each in waits)
         )
 
     def lacking(
-        self, waiting: WaitReport, missing: Callable[[RequestKey], Sequence[int]], away: Collection[int] = ()
+        self, position: int, missing: Callable[[RequestKey], Sequence[int]], away: Collection[int] = ()
     ) -> list[int]:
-        """The ranks without which this wait cannot end, as far as it is known."""
+        """The ranks without which the wait of the member at `position` cannot end, as far as it is known."""
+        waiting = self.waits[position]
         kind, name = waiting.key
         if kind != STEP:
-            return list(missing(waiting.key))
+            ranks = missing(waiting.key)
+            # What it waits for was decided and is running, and others ask for their next one under this name.
+            return [] if self.ranks[position] in ranks else list(ranks)
         entered = waiting.steps.get(name, 0)
         return [
             self.ranks[position]

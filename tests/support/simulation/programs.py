@@ -97,6 +97,7 @@ class Named:
     rounds: list[list[Operation]] = field(default_factory=list)
     sets: list[list[int]] = field(default_factory=list)
     seed: int = 0
+    ends_together: bool = True  # By a barrier
 
     @classmethod
     def draw(cls, seed: int, size: int) -> Named:
@@ -113,6 +114,12 @@ class Named:
                 operations.append(Operation(number, what, draw.choice(LENGTHS), draw.randrange(size), members))
                 number += 1
             program.rounds.append(operations)
+        if draw.random() < 0.4:
+            # Names come again, as in the steps of a training.
+            for operations in program.rounds:
+                for number, each in enumerate(operations):
+                    each.number = number
+        program.ends_together = draw.random() < 0.5
         return program
 
     def __call__(self, hvd: Any, rank: int) -> None:
@@ -133,7 +140,8 @@ class Named:
                 expect(found, torch.full((3,), size * (size - 1) / 2), f"rank {rank}: inline")
         if self.seed % 2:
             expect(hvd.allgather_object(rank), list(range(size)), f"rank {rank}: objects")
-        hvd.barrier()
+        if self.ends_together:
+            hvd.barrier()
         hvd.shutdown()
 
 

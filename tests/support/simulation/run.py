@@ -77,7 +77,11 @@ class Draw:
         switches = draw.choice([3.0, 10.0, 40.0, 200.0])
         shares_cores = draw.random() < 0.6
         orders: list[Order] = ["at once", "in order", "in order", "reordered"]
-        return cls(seed, kind, places, switches, holds, shares_cores, network, draw.choice(orders))
+        order = draw.choice(orders)
+        if draw.random() < 0.3:
+            # For longer than any rank waits before it asks who is missing; as likely in the first points as later.
+            holds.append((round(math.exp(draw.uniform(3.0, 10.0))), draw.randrange(size), 4.0))
+        return cls(seed, kind, places, switches, holds, shares_cores, network, order)
 
     @property
     def program(self) -> Program:

@@ -32,6 +32,8 @@ def table(*waits: WaitReport | None) -> WaitForGraph:
         ([waiting(X), waiting(X)], {}, False),
         # What rank 1 waits for has been decided: it will go on, and may ask for x.
         ([waiting(X), waiting(Y)], {X: [1]}, False),
+        # What rank 1 waits for has been decided, and rank 0 asks for its next x.
+        ([waiting(X), waiting(X)], {X: [1]}, False),
         # Three ranks, two of them together.
         ([waiting(X), waiting(X), waiting(Z)], {X: [2], Z: [0, 1]}, True),
         # Another thread of rank 1 may still ask for x.

@@ -1,7 +1,11 @@
 """Faults that simulated jobs have found, each with a job that showed it."""
 
+from typing import Any
+
+import torch
 from support.simulation.autograd_programs import Autograd
 from support.simulation.elastic_programs import Elastic
+from support.simulation.job import simulate
 from support.simulation.lost_programs import Lost
 from support.simulation.programs import Mistaken, Named, Uneven
 from support.simulation.rpc_programs import Rpc
@@ -85,3 +89,32 @@ def test_a_background_thread_that_runs_an_item_lets_others_hear_the_ring_that_wo
     mpi = {"eager_limit": 262144, "senders_must_call": False, "roots_run_ahead": True, "sockets_tell": False}
     job = Draw(169, "autograd", [[0, 1, 2, 3]], 40.0, [], True, mpi, "in order")
     assert what_is_wrong(job.run(Autograd.draw(169, 4)), job) is None
+
+
+def reduces_under_one_name(hvd: Any, rank: int) -> bool:
+    hvd.init()
+    for _ in range(5):
+        hvd.allreduce(torch.ones(4), name="loss")
+    hvd.shutdown()
+    return True
+
+
+def test_a_rank_that_stands_still_in_an_operation_is_in_no_deadlock_with_the_next_one_of_that_name() -> None:
+    """It waits for the end of what was agreed, and the others for its next request: DeadlockError."""
+    for points in (1700, 1800, 1915, 2000, 2100):
+        end = simulate(reduces_under_one_name, [[0, 1, 2]], 1, holds=[(points, 1, 4.0)])
+        assert all(each.result for each in end.ranks), [each.trace for each in end.ranks]
+
+
+def exchanges(hvd: Any, rank: int) -> bool:
+    hvd.init()
+    hvd.alltoall(torch.ones(3 * hvd.size()))
+    hvd.shutdown()
+    return True
+
+
+def test_those_that_have_done_their_part_of_an_operation_may_leave_while_a_rank_stands_still_in_it() -> None:
+    """Those who wait for that rank took the ones that had left for missing: ShutdownError."""
+    for points in (900, 938, 970, 1000, 1040):
+        end = simulate(exchanges, [[0, 1], [2]], 1, holds=[(points, 1, 4.0)])
+        assert all(each.result for each in end.ranks), [each.trace for each in end.ranks]
