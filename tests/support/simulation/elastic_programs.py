@@ -146,7 +146,7 @@ class Elastic:
         if len(self.began) < size or max(self.began.values()) > first:
             # Lost in init(): the others may end, too.
             errors = [each for each in end.ranks if each.error is not None]
-            known = ("PeerLeftError", "RestartError", "SystemExit")
+            known = ("PeerLeftError", "RestartError", "SystemExit", "Failure")
             return next((each.trace for each in errors if type(each.error).__name__ not in known), None)
         if self.apart:
             weight = 2 * len(self.apart)
