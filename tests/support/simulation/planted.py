@@ -278,4 +278,22 @@ PLANTS = [
         ),
         kinds=("rpc", "leavers"),
     ),
+    plant(
+        "the wait for what was agreed is taken for one for the next of that name",
+        (
+            "collectives/health/wait_for_graph.py",
+            "            return [] if self.ranks[position] in ranks else list(ranks)\n",
+            "            return list(ranks)\n",
+        ),
+        kinds=("named", "calls"),
+    ),
+    plant(
+        "who has left is said though a rank stands still",
+        (
+            "collectives/health/shutdown_barrier.py",
+            " and (yield from self._reach_all()):",
+            ":",
+        ),
+        kinds=("named", "calls", "torch", "training"),
+    ),
 ]

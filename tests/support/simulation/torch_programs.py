@@ -202,8 +202,6 @@ class Torch:
                         dist.destroy_process_group(group)
             dist.destroy_process_group()
             assert not dist.is_initialized()
-        # A rank that is held up in its last reduction for seconds, while others leave, takes them for lost.
-        hvd.barrier()
         hvd.shutdown()
 
     def _round(

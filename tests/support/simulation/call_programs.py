@@ -1,0 +1,208 @@
+"""Random programs that make every call of the API: under names that come again, or none, one after the other or several
+at a time, polled, waited for late or never, from two threads, in sessions one after the other.
+
+Reductions are repeated until they run inline, across the kinds of tensors for which they may.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from support.simulation.programs import expect
+from torch import Tensor
+
+BLOCKING = (
+    "allreduce",
+    "allreduce_",
+    "grouped",
+    "allgather",
+    "broadcast_",
+    "alltoall",
+    "reducescatter",
+    "object",
+    "objects",
+    "barrier",
+)
+ENDS = ("synchronize", "poll", "dropped")
+DTYPES = (torch.float32, torch.float32, torch.float64, torch.float16, torch.int64)
+LENGTHS = (1, 4, 4, 700, 20_000)
+MOST_POLLS = 200
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call, as all ranks make it; or a repeated one."""
+
+    what: str
+    name: str | None
+    length: int
+    dtype: torch.dtype
+    root: int
+    end: str  # Of what is begun beforehand
+    late: int  # After how many further calls it ends
+    times: int
+
+
+@dataclass
+class Session:
+    """From init() to shutdown()."""
+
+    calls: list[Call]
+    beside: int  # How many reductions another thread makes meanwhile, in a process set of its own
+    joins: bool
+
+
+@dataclass
+class Calls:
+    """Sessions one after the other."""
+
+    sessions: list[Session]
+
+    @classmethod
+    def draw(cls, seed: int, size: int) -> Calls:
+        """Draw one."""
+        draw = random.Random(seed)
+
+        def call(number: int) -> Call:
+            begun = draw.random() < 0.3
+            what = draw.choice(("allreduce", "allgather", "broadcast")) if begun else draw.choice(BLOCKING)
+            # Of what may be under way another one must not have the name.
+            name = f"begun {number}" if begun else draw.choice([None, None, "loss", what])
+            return Call(
+                what,
+                name,
+                draw.choice(LENGTHS),
+                draw.choice(DTYPES),
+                draw.randrange(size),
+                draw.choice(ENDS) if begun else "",
+                draw.randint(0, 3),
+                draw.choice([1, 1, 1, 4]),
+            )
+
+        sessions = [
+            Session(
+                [call(number) for number in range(draw.randint(1, 7))],
+                draw.choice([0, 0, 0, 1, 4]),
+                draw.random() < 0.2,
+            )
+            for _ in range(draw.choice([1, 1, 2]))
+        ]
+        return cls(sessions)
+
+    def __call__(self, hvd: Any, rank: int) -> None:
+        for session in self.sessions:
+            hvd.init()
+            Caller(hvd, rank).make(session)
+            hvd.shutdown()
+
+
+class Caller:
+    """A rank that makes the calls of a session."""
+
+    def __init__(self, hvd: Any, rank: int) -> None:
+        self.hvd = hvd
+        self.rank, self.size = rank, hvd.size()
+        self.ends: list[tuple[int, Callable[[], None]]] = []  # Of what is under way: after which call, and how
+
+    def make(self, session: Session) -> None:
+        """Make all calls, and check what they return."""
+        from hvlike.system.system import system
+
+        found: list[float] = []
+        thread = None
+        if session.beside and self.size > 1:
+            # A set of all ranks would be the global one.
+            members = self.hvd.add_process_set([0] if self.size == 2 else [0, self.size - 1])
+            if members.included():
+                thread = system.Thread(target=lambda: self.reduce_beside(members, session.beside, found))
+                thread.start()
+        for number, call in enumerate(session.calls):
+            for _ in range(call.times if not call.end else 1):
+                self.take(call, number)
+            for _, end in [each for each in self.ends if each[0] <= number]:
+                end()
+            self.ends = [each for each in self.ends if each[0] > number]
+        for _, end in self.ends:
+            end()
+        if thread is not None:
+            thread.join()
+            assert len(found) == session.beside, f"rank {self.rank}: the other thread has failed"
+        if session.joins:
+            self.hvd.join()
+
+    def reduce_beside(self, members: Any, times: int, found: list[float]) -> None:
+        """What another thread does."""
+        ranks = members.ranks
+        for number in range(times):
+            mine = torch.full((3,), self.rank + 1.0 + number)
+            total = self.hvd.allreduce(mine, op=self.hvd.Sum, process_set=members, name="beside")
+            wanted = sum(each + 1.0 + number for each in ranks)
+            expect(total, torch.full((3,), wanted), f"rank {self.rank}: beside {number}")
+            found.append(wanted)
+
+    def mine(self, call: Call, rank: int) -> Tensor:
+        """What a rank gives; its sum over the ranks fits into 16 bits."""
+        return (torch.arange(call.length) % 7 + rank + 1).to(call.dtype)
+
+    def take(self, call: Call, number: int) -> None:
+        """Make a call, and check what it returns, now or later."""
+        hvd, what = self.hvd, f"rank {self.rank}: call {number}, {call.what}"
+        everybody = [self.mine(call, each) for each in range(self.size)]
+        mine, total = everybody[self.rank].clone(), torch.stack(everybody).sum(0).to(call.dtype)
+        if call.end:
+            handle, wanted = self.begin(call, mine, everybody, total)
+            self.ends.append((number + call.late, lambda: self.end(call, handle, wanted, what)))
+        elif call.what == "allreduce":
+            expect(hvd.allreduce(mine, op=hvd.Sum, name=call.name), total, what)
+        elif call.what == "allreduce_":
+            expect(hvd.allreduce_(mine, op=hvd.Sum, name=call.name), total, what)
+            expect(mine, total, f"{what}, in place")
+        elif call.what == "grouped":
+            for found in hvd.grouped_allreduce([mine, mine.clone()], op=hvd.Sum, name=call.name):
+                expect(found, total, what)
+        elif call.what == "allgather":
+            rows = torch.full((self.rank % 3, 2), float(self.rank))
+            wanted = torch.cat([torch.full((each % 3, 2), float(each)) for each in range(self.size)])
+            expect(hvd.allgather(rows, name=call.name), wanted, what)
+        elif call.what == "broadcast_":
+            expect(hvd.broadcast_(mine, call.root, name=call.name), everybody[call.root], what)
+        elif call.what == "alltoall":
+            sent = torch.tensor([10.0 * self.rank + each for each in range(self.size)])
+            found = hvd.alltoall(sent, name=call.name)
+            expect(found, torch.tensor([10.0 * each + self.rank for each in range(self.size)]), what)
+        elif call.what == "reducescatter":
+            rows = torch.arange(2.0 * self.size) + self.rank
+            lines = torch.stack([torch.arange(2.0 * self.size) + each for each in range(self.size)]).sum(0)
+            found = hvd.reducescatter(rows, op=hvd.Sum, name=call.name)
+            expect(found, lines[2 * self.rank : 2 * self.rank + 2], what)
+        elif call.what == "object":
+            expect(
+                hvd.broadcast_object({self.rank: "x" * call.length}, call.root), {call.root: "x" * call.length}, what
+            )
+        elif call.what == "objects":
+            expect(hvd.allgather_object((self.rank, number)), [(each, number) for each in range(self.size)], what)
+        else:
+            hvd.barrier()
+
+    def begin(self, call: Call, mine: Tensor, everybody: list[Tensor], total: Tensor) -> tuple[Any, Tensor]:
+        """Begin a call; its handle, and what it is to return."""
+        hvd = self.hvd
+        if call.what == "allreduce":
+            return hvd.allreduce_async(mine, op=hvd.Sum, name=call.name), total
+        if call.what == "allgather":
+            return hvd.allgather_async(mine, name=call.name), torch.cat(everybody)
+        return hvd.broadcast_async(mine, call.root, name=call.name), everybody[call.root]
+
+    def end(self, call: Call, handle: Any, wanted: Tensor, what: str) -> None:
+        """End a call, in its way."""
+        if call.end == "dropped":
+            return
+        if call.end == "poll":
+            for _ in range(MOST_POLLS):
+                if self.hvd.poll(handle):
+                    break
+        expect(self.hvd.synchronize(handle), wanted, what)
