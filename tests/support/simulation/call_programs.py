@@ -133,6 +133,9 @@ class Caller:
             assert len(found) == session.beside, f"rank {self.rank}: the other thread has failed"
         if session.joins:
             self.hvd.join()
+        elif any(call.end == "dropped" for call in session.calls):
+            # What nobody waits for is given up by a rank that leaves before all have asked for it.
+            self.hvd.barrier()
 
     def reduce_beside(self, members: Any, times: int, found: list[float]) -> None:
         """What another thread does."""
