@@ -15,6 +15,8 @@ import torch
 from support.simulation.programs import expect
 from torch import Tensor
 
+from hvlike.backends.inline_allreduce import WAIT_SECONDS
+
 BLOCKING = (
     "allreduce",
     "allreduce_",
@@ -209,3 +211,35 @@ class Caller:
                 if self.hvd.poll(handle):
                     break
         expect(self.hvd.synchronize(handle), wanted, what)
+
+
+@dataclass
+class Inline:
+    """Reductions of which ranks are late for about as long as the others wait before they withdraw."""
+
+    calls: list[tuple[int, str | None]]  # Lengths and names
+    late: list[dict[int, float]]  # Which ranks sleep before, and how long
+
+    @classmethod
+    def draw(cls, seed: int, size: int) -> Inline:
+        """Draw one."""
+        draw = random.Random(seed)
+        calls = [(draw.choice(LENGTHS), draw.choice([None, "loss"])) for _ in range(draw.randint(8, 24))]
+        waits = [0.0, 1e-4, WAIT_SECONDS, *(WAIT_SECONDS + each * 1e-5 for each in (-9, -3, -1, 1, 3, 9))]
+        late = [
+            {rank: draw.choice(waits) for rank in draw.sample(range(size), draw.choice([0, 0, 1, 1, 2]) % size)}
+            for _ in calls
+        ]
+        return cls(calls, late)
+
+    def __call__(self, hvd: Any, rank: int) -> None:
+        from hvlike.system.system import system
+
+        hvd.init()
+        total = sum(range(1, hvd.size() + 1))
+        for number, ((length, name), late) in enumerate(zip(self.calls, self.late, strict=True)):
+            if rank in late:
+                system.sleep(late[rank])
+            found = hvd.allreduce_(torch.full((length,), rank + 1.0), op=hvd.Sum, name=name)
+            expect(found, torch.full((length,), float(total)), f"rank {rank}: reduction {number}")
+        hvd.shutdown()

@@ -106,14 +106,17 @@ PLANTS = [
             "                if peer[entry] != number:\n                    return None\n            self._agreed",
             "                pass\n            self._agreed",
         ),
+        kinds=("inline",),
     ),
     plant(
         "the head does not see that a rank has withdrawn",
         (BOARD, "        if _WITHDRAWN not in states and all(", "        if all("),
+        kinds=("inline",),
     ),
     plant(
         "a rank withdraws though the head has come",
         (BOARD, "        stays = self._has_entered(index)\n", "        stays = False\n"),
+        kinds=("inline",),
     ),
     plant(
         "an inline operation takes a place that others still read",

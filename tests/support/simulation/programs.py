@@ -2,6 +2,7 @@
 
     named      operations of all kinds, in process sets too, begun in another order on each rank
     calls      every call of the API, polled, waited for late or never, from two threads, in sessions (call_programs.py)
+    inline     reductions in the calling thread, for which ranks are late (call_programs.py)
     planned    training with DistributedOptimizer, with local passes and frozen layers
     join       ranks with different numbers of inputs, by Join and by hvd.join()
     mistakes   operations that differ between the ranks, or that a rank leaves for good
@@ -342,6 +343,7 @@ class Elsewhere:
 KINDS: dict[str, Any] = {
     "named": Named,
     "calls": Elsewhere("call_programs", "Calls"),
+    "inline": Elsewhere("call_programs", "Inline"),
     "planned": Planned,
     "join": Uneven,
     "mistakes": Mistaken,
