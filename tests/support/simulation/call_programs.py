@@ -73,7 +73,7 @@ class Calls:
             begun = draw.random() < 0.3
             what = draw.choice(("allreduce", "allgather", "broadcast")) if begun else draw.choice(BLOCKING)
             # Of what may be under way another one must not have the name.
-            name = f"begun {number}" if begun else draw.choice([None, None, "loss", what])
+            name = f"begun {number}" if begun else draw.choice([None, "loss", what])
             return Call(
                 what,
                 name,
@@ -82,7 +82,7 @@ class Calls:
                 draw.randrange(size),
                 draw.choice(ENDS) if begun else "",
                 draw.randint(0, 3),
-                draw.choice([1, 1, 1, 4]),
+                draw.choice([1, 1, 2, 5]),
             )
 
         sessions = [

@@ -78,9 +78,9 @@ class Draw:
         shares_cores = draw.random() < 0.6
         orders: list[Order] = ["at once", "in order", "in order", "reordered"]
         order = draw.choice(orders)
-        if draw.random() < 0.3:
-            # For longer than any rank waits before it asks who is missing; as likely in the first points as later.
-            holds.append((round(math.exp(draw.uniform(3.0, 10.0))), draw.randrange(size), 4.0))
+        if draw.random() < 0.5:
+            # For longer than any rank waits before it asks who is missing; in short jobs, too.
+            holds.append((round(math.exp(draw.uniform(5.5, 9.0))), draw.randrange(size), 4.0))
         return cls(seed, kind, places, switches, holds, shares_cores, network, order)
 
     @property
