@@ -199,12 +199,12 @@ class ShutdownBarrier:
             self._tell(self._parent, "reached", self._reach)
 
     def _reach_all(self) -> Coroutine[bool]:
-        """On rank 0: whether all ranks answer now, or one is lost and never will."""
+        """On rank 0: whether all ranks answer now."""
         self._hear(0, "reach", self._reach + 1)
         until = system.monotonic() + ANSWER_SECONDS
-        while self._unreached and not self._lost and self._error is None and system.monotonic() < until:
+        while self._unreached and system.monotonic() < until:
             yield Wait.NOTIFY
-        return not self._unreached or self._lost or self._error is not None
+        return not self._unreached
 
     def _tell_parent(self) -> Coroutine[None]:
         """On a rank that speaks for others, while some of them have left and others have not."""
