@@ -121,6 +121,9 @@ class Performance:
 
 def bent(tensor: Tensor) -> None:
     """Have a hook bend the gradient of a tensor."""
+    # torch renews the grad_fn of a view whose base has changed when it is read; register_hook() of 2.9 to 2.14
+    # does that halfway through and crashes (https://github.com/pytorch/pytorch/issues/196459).
+    _ = tensor.grad_fn
     cast(Any, tensor).register_hook(bend)
 
 
