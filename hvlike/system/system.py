@@ -34,6 +34,10 @@ def _cores() -> frozenset[int]:
     return frozenset(os.sched_getaffinity(0))
 
 
+def _lasting_threads() -> list[threading.Thread]:
+    return [each for each in threading.enumerate() if not (each.daemon or isinstance(each, threading.Timer))]
+
+
 def _process_status(process: int) -> dict[str, str]:
     try:
         lines = Path(f"/proc/{process}/status").read_text().splitlines()
@@ -54,6 +58,8 @@ class System:
         self.sleep: Callable[[float], None] = time.sleep
 
         self.Thread: type[threading.Thread] = threading.Thread
+        self.lasting_threads: Callable[[], list[threading.Thread]] = _lasting_threads
+        """Those that the process waits for at its end, but timers."""
         self.start_thread: Callable[..., int] = _thread.start_new_thread
         self.Lock: Callable[[], threading.Lock] = threading.Lock
         self.RLock: Callable[[], threading.RLock] = threading.RLock

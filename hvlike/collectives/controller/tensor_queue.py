@@ -139,11 +139,14 @@ class TensorQueue:
             self.has_one_thread()
 
     def has_one_thread(self) -> bool:
-        """Whether at most one thread that lives has asked for something: no other one can ask for more."""
+        """Whether no other thread than this one can ask for anything: none that has, and none that may yet.
+
+        A daemon (the writer of a log, a loader of data) counts only once it has asked for something.
+        """
         for thread in tuple(self._threads):
             if not thread.is_alive():
                 self._threads.discard(thread)
-        return len(self._threads) <= 1
+        return not {*self._threads, *system.lasting_threads()} - {threading.current_thread()}
 
 
 class _Here(threading.local):

@@ -97,8 +97,8 @@ class ThreadPool:
         """One more thread, which counts as one that listens; with the lock held."""
         self._listening += 1
         number = len(self._threads)
-        thread = system.Thread(target=self._serve, name=f"hvlike-loop-{number}" if number else "hvlike-loop")
-        thread.daemon = True
+        name = f"hvlike-loop-{number}" if number else "hvlike-loop"
+        thread = system.Thread(target=self._serve, name=name, daemon=True)
         self._threads.append(thread)
         thread.start()
 

@@ -33,6 +33,7 @@ ENDS = ("synchronize", "poll", "dropped")
 DTYPES = (torch.float32, torch.float32, torch.float64, torch.float16, torch.int64)
 LENGTHS = (1, 4, 4, 700, 20_000)
 MOST_POLLS = 200
+SHORT_SLEEP_SECONDS = 0.02
 
 
 @dataclass(frozen=True)
@@ -243,3 +244,79 @@ class Inline:
             found = hvd.allreduce_(torch.full((length,), rank + 1.0), op=hvd.Sum, name=name)
             expect(found, torch.full((length,), float(total)), f"rank {rank}: reduction {number}")
         hvd.shutdown()
+
+
+@dataclass
+class Threads:
+    """Threads of each rank divide the operations between them, on each rank in another way.
+
+    Each makes its own in the order of their numbers, so the first that is not done is always at somebody's front.
+    """
+
+    operations: list[tuple[str, int, int]]  # What, how long, and how often in turn
+    threads: list[list[int]]
+    """By rank and operation: which thread makes it; 0 is the one of the program."""
+    pauses: list[dict[int, float]]
+    """By rank: before which operations its thread sleeps, how long in all."""
+
+    @classmethod
+    def draw(cls, seed: int, size: int) -> Threads:
+        """Draw one."""
+        draw = random.Random(seed)
+        operations = [
+            (draw.choice(["sum", "sum", "gather", "begun"]), draw.choice(LENGTHS), draw.choice([1, 1, 3]))
+            for _ in range(draw.randint(2, 9))
+        ]
+        # For longer than any rank waits before it says for what, perhaps.
+        pauses = [1e-4, 1e-3, 0.02, draw.choice([0.1, 0.1, 0.6])]
+        threads = [[draw.randrange(most) for _ in operations] for most in draw.choices([1, 2, 2, 3], k=size)]
+        paused = [
+            {number: draw.choice(pauses) for number in range(len(operations)) if draw.random() < 0.15}
+            for _ in range(size)
+        ]
+        return cls(operations, threads, paused)
+
+    def __call__(self, hvd: Any, rank: int) -> None:
+        from hvlike.system.system import system
+
+        hvd.init()
+        errors: list[BaseException] = []
+
+        def make(thread: int) -> None:
+            try:
+                for number, owner in enumerate(self.threads[rank]):
+                    if owner == thread:
+                        pause = self.pauses[rank].get(number, 0.0)
+                        # All ranks together sleep for long only where one was not woken.
+                        for _ in range(max(1, round(pause / SHORT_SLEEP_SECONDS))):
+                            system.sleep(min(pause, SHORT_SLEEP_SECONDS))
+                        self.make(hvd, number, rank)
+            except BaseException as error:
+                errors.append(error)
+                raise
+
+        others = [system.Thread(target=make, args=(each,)) for each in sorted({*self.threads[rank]} - {0})]
+        for each in others:
+            each.start()
+        make(0)
+        for each in others:
+            each.join()
+        if errors:
+            raise errors[0]
+        hvd.shutdown()
+
+    def make(self, hvd: Any, number: int, rank: int) -> None:
+        """Make an operation, and check what it returns."""
+        what, length, times = self.operations[number]
+        size, name = hvd.size(), f"operation {number}"
+        for time in range(times):
+            mine = torch.full((length,), float(rank + number + time))
+            total = torch.full((length,), float(size * (size - 1) / 2 + size * (number + time)))
+            if what == "gather":
+                everybody = [torch.full((length,), float(each + number + time)) for each in range(size)]
+                expect(hvd.allgather(mine, name=name), torch.cat(everybody), f"rank {rank}: {name}")
+            elif what == "begun":
+                handle = hvd.allreduce_async_(mine, op=hvd.Sum, name=name)
+                expect(hvd.synchronize(handle), total, f"rank {rank}: {name}")
+            else:
+                expect(hvd.allreduce(mine, op=hvd.Sum, name=name), total, f"rank {rank}: {name}")

@@ -147,13 +147,15 @@ def _installed(
     mpi.on_abort = processes.abort
     before, functions = dict(vars(system)), dict(process_memory.FUNCTIONS)
     measurement = cost_model.ROUNDS, cost_model.FOLDED_BYTES
+    threads: dict[int, list[threading.Thread]] = {}
     replaced: dict[str, Any] = {
         "monotonic": scheduler.clock,
         "monotonic_ns": lambda: int(scheduler.clock() * 1e9),
         "perf_counter": scheduler.clock,
         "time_ns": lambda: int(scheduler.clock() * 1e9),
         "sleep": scheduler.sleep,
-        "Thread": thread_class(scheduler),
+        "Thread": thread_class(scheduler, threads),
+        "lasting_threads": lambda: [each for each in threads.get(scheduler.rank, ()) if each.is_alive()],
         "Lock": lambda: SimulatedLock(scheduler),
         "RLock": lambda: SimulatedRLock(scheduler),
         "Condition": lambda: SimulatedCondition(scheduler),
@@ -254,7 +256,7 @@ def simulate(
                 mpi.trace, mpi.explain = scheduler.say, _topic_of
 
             def start(rank: int, name: str, run: Callable[[], None]) -> None:
-                thread: Any = system.Thread(target=run, name=name, daemon=True)
+                thread: Any = system.Thread(target=run, name=name)
                 thread.given_rank = rank
                 thread.start()
 

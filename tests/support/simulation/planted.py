@@ -299,4 +299,9 @@ PLANTS = [
         ),
         kinds=("named", "calls", "torch", "training"),
     ),
+    plant(
+        "only threads that have asked for something can ask for more",
+        ("collectives/controller/tensor_queue.py", "{*self._threads, *system.lasting_threads()}", "self._threads"),
+        kinds=("threads",),
+    ),
 ]

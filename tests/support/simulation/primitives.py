@@ -209,16 +209,23 @@ class SimulatedSemaphore:
         return self._count > 0
 
 
-def thread_class(scheduler: Scheduler) -> type[threading.Thread]:
-    """threading.Thread: what it starts belongs to the rank that starts it."""
+def thread_class(scheduler: Scheduler, lasting: dict[int, list[threading.Thread]]) -> type[threading.Thread]:
+    """threading.Thread: what it starts belongs to the rank that starts it. lasting: gets those that are no daemons."""
 
     class SimulatedThreadObject(threading.Thread):
         simulated: SimulatedThread | None = None
         given_rank: int | None = None
 
+        def __init__(self, *arguments: Any, daemon: bool = False, **options: Any) -> None:
+            # What a job leaves behind when it hangs does not keep the real process.
+            super().__init__(*arguments, daemon=True, **options)
+            self.lasts = not daemon
+
         def start(self) -> None:
             rank = scheduler.rank if self.given_rank is None else self.given_rank
             self.simulated = scheduler.add(rank, self.name)
+            if self.lasts:
+                lasting.setdefault(rank, []).append(self)
             super().start()
 
         def run(self) -> None:

@@ -344,6 +344,7 @@ KINDS: dict[str, Any] = {
     "named": Named,
     "calls": Elsewhere("call_programs", "Calls"),
     "inline": Elsewhere("call_programs", "Inline"),
+    "threads": Elsewhere("call_programs", "Threads"),
     "planned": Planned,
     "join": Uneven,
     "mistakes": Mistaken,

@@ -38,7 +38,7 @@ MOST_SECONDS = 300.0
 # For so long all ranks may sleep at once, in jobs that nobody holds up: what is found at the next look around, after
 # 0.25 s, was missed.
 LONGEST_REST_SECONDS = 0.2
-PROMPT_KINDS = ("named", "calls", "planned", "join", "autograd", "torch")
+PROMPT_KINDS = ("named", "calls", "threads", "planned", "join", "autograd", "torch")
 
 
 @dataclass

@@ -19,7 +19,7 @@ def request(name: str) -> Request:
 
 @contextmanager
 def asking(tensor_queue: TensorQueue) -> Iterator[threading.Thread]:
-    """A thread that has asked for something, and lives."""
+    """A daemon that has asked for something, and lives."""
     asked, end = threading.Event(), threading.Event()
 
     def ask() -> None:
@@ -27,7 +27,7 @@ def asking(tensor_queue: TensorQueue) -> Iterator[threading.Thread]:
         asked.set()
         end.wait(20)
 
-    thread = threading.Thread(target=ask)
+    thread = threading.Thread(target=ask, daemon=True)
     thread.start()
     assert asked.wait(20)
     try:
@@ -100,6 +100,21 @@ def test_threads_that_have_ended_ask_for_nothing_more() -> None:
     with asking(tensor_queue):
         assert not tensor_queue.has_one_thread()
     assert tensor_queue.has_one_thread()
+
+
+@pytest.mark.parametrize("kind", ["thread", "daemon", "timer"])
+def test_a_thread_of_the_program_may_ask_for_something_yet(kind: str) -> None:
+    tensor_queue, end = TensorQueue(0), threading.Event()
+    thread = threading.Timer(20, end.wait) if kind == "timer" else threading.Thread(target=end.wait)
+    thread.daemon = kind == "daemon"
+    thread.start()
+    try:
+        assert tensor_queue.has_one_thread() == (kind != "thread")
+    finally:
+        end.set()
+        if isinstance(thread, threading.Timer):
+            thread.cancel()
+        thread.join()
 
 
 def test_a_thread_with_the_number_of_one_that_has_ended_is_another() -> None:

@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 from support.simulation.autograd_programs import Autograd
+from support.simulation.call_programs import Threads
 from support.simulation.elastic_programs import Elastic
 from support.simulation.job import simulate
 from support.simulation.lost_programs import Lost
@@ -118,3 +119,10 @@ def test_those_that_have_done_their_part_of_an_operation_may_leave_while_a_rank_
     for points in (900, 938, 970, 1000, 1040):
         end = simulate(exchanges, [[0, 1], [2]], 1, holds=[(points, 1, 4.0)])
         assert all(each.result for each in end.ranks), [each.trace for each in end.ranks]
+
+
+def test_a_thread_that_has_asked_for_nothing_yet_can_end_what_looks_like_a_deadlock() -> None:
+    """All ranks waited, and on each one thread had used hvlike: DeadlockError, while another thread was about to."""
+    threads = Threads([("sum", 4, 1), ("sum", 4, 1)], [[0, 0], [1, 0]], [{}, {0: 0.9}])
+    end = simulate(threads, [[0, 1]], 1)
+    assert [each.trace for each in end.ranks] == ["", ""]
