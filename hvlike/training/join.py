@@ -15,7 +15,7 @@ import torch
 
 from hvlike.backends.arithmetic.reduce_op import ReduceOp
 from hvlike.collectives.api.allreduce import allreduce_async
-from hvlike.collectives.api.barrier_join import begin_join, end_join, set_away, submit_join
+from hvlike.collectives.api.barrier_join import begin_join, end_join, find_common_rank, set_away, submit_join
 from hvlike.collectives.requests.join_protocol import (
     JOIN_KEY,
     LEAVE_KEY,
@@ -222,19 +222,12 @@ class Join:
             missed, last = 0, self._rank
         else:
             missed, last = self._stand_in()
-        is_last_joiner = not missed
-        mine = torch.tensor([self._rank if is_last_joiner else -1, int(not is_last_joiner)], device="cpu")
-        agreement = f"Join.{self._number}.agreement"
-        agreed = allreduce_async(mine, name=agreement, op=ReduceOp.MAX, process_set=self._process_set).result()
-        authority, absent = agreed.tolist()
-        # Where every rank has missed an iteration, the one that joined last counts.
-        self._authority = authority if authority >= 0 else last
-        self._absent = bool(absent)
+        self._authority, self._absent = find_common_rank(f"Join.{self._number}", missed, last, self._process_set)
         for each in self._hooks:
             if isinstance(each, BuiltInHook):
                 each.joinable._join_ends(self)
             else:
-                each.post_hook(is_last_joiner)
+                each.post_hook(is_last_joiner=not missed)
 
     def _stand_in(self) -> tuple[int, int]:
         """Return how many iterations this rank has missed, and the rank that joined last."""

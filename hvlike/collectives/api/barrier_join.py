@@ -11,12 +11,17 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import torch
+
+from hvlike.backends.arithmetic.reduce_op import ReduceOp
 from hvlike.backends.base import Backend
 from hvlike.backends.op_queue import Job
+from hvlike.collectives.api.allreduce import allreduce_async
 from hvlike.collectives.compression import Mark
 from hvlike.collectives.requests.join_protocol import JOIN_KEY, JoinEnd, JoinRequest, JoinScope, LeaveRequest
-from hvlike.collectives.requests.process_set import ProcessSet
+from hvlike.collectives.requests.process_set import ProcessSet, global_process_set
 from hvlike.collectives.requests.request import Handle, RequestKey, RequestSpec, synchronize
+from hvlike.collectives.session.basics import rank
 from hvlike.collectives.session.context import begin, current
 from hvlike.collectives.session.joined_proxy import PersistentOperation
 from hvlike.collectives.session.process_set_state import ProcessSetState
@@ -137,7 +142,7 @@ def join(device: int = -1) -> int:
         device: Accepted for compatibility with Horovod and ignored.
 
     Returns:
-        The rank that joined last, the same on all ranks.
+        The rank that joined last, the same on all ranks; never one that has missed a step of an optimizer.
 
     Raises:
         UsageError: Between backward and step, and inside a Join context.
@@ -174,4 +179,23 @@ def join(device: int = -1) -> int:
     finally:
         for set_state in set_states:
             set_away(set_state, False)
-    return ends[0].last
+    missed = max(set_state.proxies.missed for set_state in set_states)
+    return find_common_rank("hvd.join", missed, ends[0].last, global_process_set, prefers_last=True)[0]
+
+
+def find_common_rank(
+    name: str, missed: int, last: int, process_set: ProcessSet, *, prefers_last: bool = False
+) -> tuple[int, bool]:
+    """Agree on a rank that has missed no step, and on whether any rank has missed one. Collective over the set; blocks.
+
+    It is the highest one. last: the rank whose request came last; it counts where all have missed a step, and with
+    `prefers_last` if it has missed none. That is not certain: planned steps send no message, so a request may be late.
+    missed: how many steps this rank has stood in for.
+
+    Source: torch.nn.parallel.DistributedDataParallel, `_find_common_rank`.
+    """
+    ranks = process_set.ranks or []
+    priority = ranks.index(rank()) + len(ranks) * (prefers_last and rank() == last)
+    mine = torch.tensor([-1 if missed else priority, int(missed > 0)], device="cpu")
+    found, some = allreduce_async(mine, name=f"{name}.common rank", op=ReduceOp.MAX, process_set=process_set).result()
+    return (last if found < 0 else ranks[int(found) % len(ranks)]), bool(some)

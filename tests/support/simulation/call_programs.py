@@ -220,6 +220,8 @@ class Inline:
 
     calls: list[tuple[int, str | None]]  # Lengths and names
     late: list[dict[int, float]]  # Which ranks sleep before, and how long
+    between: list[int]
+    """How many calls later a reduction ends that is begun before; 0: none. With one a rank may go on ahead of others."""
 
     @classmethod
     def draw(cls, seed: int, size: int) -> Inline:
@@ -231,18 +233,29 @@ class Inline:
             {rank: draw.choice(waits) for rank in draw.sample(range(size), draw.choice([0, 0, 1, 1, 2]) % size)}
             for _ in calls
         ]
-        return cls(calls, late)
+        most = draw.choice([0, 0, 3])
+        return cls(calls, late, [draw.randint(0, most) for _ in calls])
 
     def __call__(self, hvd: Any, rank: int) -> None:
         from hvlike.system.system import system
 
         hvd.init()
         total = sum(range(1, hvd.size() + 1))
+        begun: list[tuple[int, Any]] = []
         for number, ((length, name), late) in enumerate(zip(self.calls, self.late, strict=True)):
             if rank in late:
                 system.sleep(late[rank])
+            if self.between[number]:
+                mine = torch.full((3,), float(rank + number))
+                handle = hvd.allreduce_async_(mine, op=hvd.Sum, name=f"begun {number}")
+                begun.append((number + self.between[number], handle))
             found = hvd.allreduce_(torch.full((length,), rank + 1.0), op=hvd.Sum, name=name)
             expect(found, torch.full((length,), float(total)), f"rank {rank}: reduction {number}")
+            for _, handle in [each for each in begun if each[0] <= number]:
+                hvd.synchronize(handle)
+            begun = [each for each in begun if each[0] > number]
+        for _, handle in begun:
+            hvd.synchronize(handle)
         hvd.shutdown()
 
 

@@ -121,6 +121,7 @@ PLANTS = [
     plant(
         "an inline operation takes a place that others still read",
         (BOARD, "        return all(peer[FINISHED] >= needed for peer in self._peers)\n", "        return True\n"),
+        kinds=("inline",),
     ),
     plant(
         "a message is sent and not counted",
@@ -303,5 +304,10 @@ PLANTS = [
         "only threads that have asked for something can ask for more",
         ("collectives/controller/tensor_queue.py", "{*self._threads, *system.lasting_threads()}", "self._threads"),
         kinds=("threads",),
+    ),
+    plant(
+        "the rank whose join is heard of last counts, though it has missed steps",
+        ("collectives/api/barrier_join.py", "[-1 if missed else priority,", "[priority,"),
+        kinds=("join",),
     ),
 ]

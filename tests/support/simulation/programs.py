@@ -215,6 +215,8 @@ class Uneven:
 
     counts: list[list[int]]
     calls: list[bool]
+    beside: list[int]
+    """How long a reduction is that is under way during each epoch; 0: none."""
 
     @classmethod
     def draw(cls, seed: int, size: int) -> Uneven:
@@ -222,7 +224,8 @@ class Uneven:
         draw = random.Random(seed)
         epochs = draw.randint(1, 3)
         counts = [[draw.choice([0, 1, 2, 4]) for _ in range(size)] for _ in range(epochs)]
-        return cls(counts, [draw.random() < 0.4 for _ in range(epochs)])
+        calls = [draw.random() < 0.4 for _ in range(epochs)]
+        return cls(counts, calls, [draw.choice([0, 0, 4, 20_000]) for _ in range(epochs)])
 
     def __call__(self, hvd: Any, rank: int) -> None:
         from hvlike.join import Join
@@ -238,7 +241,10 @@ class Uneven:
                 loss_of(model, step, rank).backward()
                 optimizer.step()
 
-        for counts, calls in zip(self.counts, self.calls, strict=True):
+        for epoch, (counts, calls, beside) in enumerate(zip(self.counts, self.calls, self.beside, strict=True)):
+            # With something under way the background thread drives, and the main thread is late to do so.
+            mine, ranks = torch.full((beside,), float(rank)), hvd.size()
+            handle = hvd.allreduce_async_(mine, op=hvd.Sum, name=f"beside {epoch}") if beside else None
             if calls:
                 train(counts[rank])
                 last = hvd.join()
@@ -247,9 +253,25 @@ class Uneven:
             else:
                 with Join([optimizer]):
                     train(counts[rank])
+            if handle is not None:
+                expect(hvd.synchronize(handle), torch.full((beside,), ranks * (ranks - 1) / 2), f"rank {rank}: beside")
             everybody = hvd.allgather_object([each.tolist() for each in model.parameters()])
             assert all(each == everybody[0] for each in everybody), f"rank {rank}: the ranks have parted"
+        for found, wanted in zip(model.parameters(), self.alone(hvd.size()), strict=True):
+            expect(found, wanted, f"rank {rank}: parameters")
         hvd.shutdown()
+
+    def alone(self, size: int) -> list[Tensor]:
+        """What one process that has the inputs of all ranks comes to."""
+        model = make_model()
+        sgd = torch.optim.SGD(model.parameters(), lr=0.05)
+        for counts in self.counts:
+            for step in range(max(counts)):
+                sgd.zero_grad()
+                for rank in (each for each, count in enumerate(counts) if step < count):
+                    (loss_of(model, step, rank) / size).backward()
+                sgd.step()
+        return [each.detach() for each in model.parameters()]
 
 
 @dataclass
@@ -345,6 +367,7 @@ KINDS: dict[str, Any] = {
     "calls": Elsewhere("call_programs", "Calls"),
     "inline": Elsewhere("call_programs", "Inline"),
     "threads": Elsewhere("call_programs", "Threads"),
+    "prompt": Elsewhere("prompt_programs", "Prompt"),
     "planned": Planned,
     "join": Uneven,
     "mistakes": Mistaken,

@@ -127,6 +127,8 @@ def what_is_wrong(end: JobEnd, job: Draw) -> str | None:
         return "an error has ended a thread: " + "\n".join(end.died)
     if end.longest_rest > LONGEST_REST_SECONDS and job.kind in PROMPT_KINDS and not job.holds:
         return f"all ranks have slept for {end.longest_rest:.3f} virtual seconds: somebody was not woken"
+    if job.kind == "prompt" and not job.holds:
+        return next((each.result for each in end.ranks if each.result), None)
     return None
 
 

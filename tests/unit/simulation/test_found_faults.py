@@ -126,3 +126,10 @@ def test_a_thread_that_has_asked_for_nothing_yet_can_end_what_looks_like_a_deadl
     threads = Threads([("sum", 4, 1), ("sum", 4, 1)], [[0, 0], [1, 0]], [{}, {0: 0.9}])
     end = simulate(threads, [[0, 1]], 1)
     assert [each.trace for each in end.ranks] == ["", ""]
+
+
+def test_the_rank_that_joins_last_has_made_all_steps() -> None:
+    """Rank 0 trains longer, and its own request comes first: all got the parameters of rank 1."""
+    for seed in range(6):
+        end = simulate(Uneven([[2, 1]], [True], [0]), [[0], [1]], seed)
+        assert [each.trace for each in end.ranks] == ["", ""]
