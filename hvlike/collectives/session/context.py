@@ -37,13 +37,12 @@ from hvlike.transport.failure.heartbeat import Heartbeat, heartbeat_limit
 from hvlike.transport.failure.watchdog import Liveness, init_watchdog
 from hvlike.transport.host import mpi_library, rank_variables
 from hvlike.transport.host.topology import has_spare_core
-from hvlike.transport.loop.coroutine import Coroutine, Task, pause
+from hvlike.transport.loop.coroutine import Task
 from hvlike.transport.world import World
 
 logger = logging.getLogger("hvlike")
 
 
-_LEFT_BEHIND_SECONDS = 1.0
 _FINISH_SECONDS = 5.0
 
 
@@ -295,20 +294,7 @@ class Context:
         if self.restarts:
             self._end_with(next(iter(errors.values())))
             return
-        for set_state in self.registry.set_states.values():
-            gone = [errors[rank] for rank in errors if rank in set_state.group.ranks]
-            if gone:
-                for queue in set_state.queues.all():
-                    queue.peer_left = gone[0]
-                set_state.controller.lose(errors)
-                self.fabric.loop.start(self._abandon(set_state, errors), wake=False)
-
-    def _abandon(self, set_state: ProcessSetState, errors: dict[int, HorovodInternalError]) -> Coroutine[None]:
-        """Fail what runs, and what comes, in a set that a rank has left; first take what it has still sent."""
-        yield from pause(_LEFT_BEHIND_SECONDS)
-        for queue in set_state.queues.all():
-            queue.fail(queue.peer_left or next(iter(errors.values())))
-        set_state.controller.lose_parent(errors)
+        self.registry.lose(errors)
 
 
 class _Process:

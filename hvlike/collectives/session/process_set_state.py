@@ -28,9 +28,11 @@ from hvlike.collectives.session.joined_proxy import JoinedProxies
 from hvlike.config import Config
 from hvlike.errors import HorovodInternalError, ShutdownError, UsageError, WrongTypeError
 from hvlike.transport.fabric import Fabric
-from hvlike.transport.loop.coroutine import Coroutine
+from hvlike.transport.loop.coroutine import Coroutine, pause
 from hvlike.transport.messages.traffic import Topic
 from hvlike.transport.world import Group, World
+
+_LEFT_BEHIND_SECONDS = 1.0
 
 
 class ProcessSetState:
@@ -93,6 +95,22 @@ class ProcessSetState:
     def _serve(self, inline: InlineCalls[Any]) -> None:
         self.inline = inline_allreduces.by_set[self.group.number] = inline
 
+    def lose(self, errors: dict[int, HorovodInternalError]) -> None:
+        """Some ranks have left, or are lost: what needs them fails. In the loop."""
+        gone = [errors[rank] for rank in errors if rank in self.group.ranks]
+        if gone:
+            for queue in self.queues.all():
+                queue.peer_left = gone[0]
+            self.controller.lose(errors)
+            self._fabric.loop.start(self._abandon(errors), wake=False)
+
+    def _abandon(self, errors: dict[int, HorovodInternalError]) -> Coroutine[None]:
+        """Fail what runs, and what comes, in a set that a rank has left; first take what it has still sent."""
+        yield from pause(_LEFT_BEHIND_SECONDS)
+        for queue in self.queues.all():
+            queue.fail(queue.peer_left or next(iter(errors.values())))
+        self.controller.lose_parent(errors)
+
     def fail(self, error: HorovodInternalError) -> None:
         """End everything in flight in this set with `error`; in the loop."""
         inline_allreduces.by_set.pop(self.group.number, None)
@@ -120,6 +138,7 @@ class Registry:
     def __init__(self, fabric: Fabric, knobs: Config, end: Callable[[HorovodInternalError], None]) -> None:
         self.set_states: dict[int, ProcessSetState] = {}
         self.sets: dict[int, ProcessSet] = {}
+        self._gone: dict[int, HorovodInternalError] = {}  # Ranks that have left, or are lost
         self._fabric = fabric
         self._knobs = knobs
         self._end = end
@@ -181,6 +200,8 @@ class Registry:
             group.connect(by_all=is_shared)
             queue = yield from open_queue(self._fabric, group, 0)
             self.set_states[number] = ProcessSetState(self._fabric, group, queue, self._router, self._knobs, self._end)
+            # One that was through with this earlier may have left since.
+            self.set_states[number].lose(self._gone)
         elif is_shared:
             Group.stand_by(world, ranks)
         self.sets[number] = process_set
@@ -196,6 +217,12 @@ class Registry:
             set_state.close()
         del self.sets[number]
         process_set.removed()
+
+    def lose(self, errors: dict[int, HorovodInternalError]) -> None:
+        """Some ranks have left, or are lost: what needs them fails, in sets to come as well. In the loop."""
+        self._gone |= errors
+        for set_state in self.set_states.values():
+            set_state.lose(errors)
 
     def close(self) -> None:
         for number in sorted(self.set_states):

@@ -310,4 +310,9 @@ PLANTS = [
         ("collectives/api/barrier_join.py", "[-1 if missed else priority,", "[priority,"),
         kinds=("join",),
     ),
+    plant(
+        "a set that is made later does not know who has left",
+        ("collectives/session/process_set_state.py", "            self.set_states[number].lose(self._gone)\n", ""),
+        kinds=("lost",),
+    ),
 ]

@@ -92,6 +92,7 @@ class Training:
                     self.take(hvd, model, optimizer, Step(1, False, False, ""), number, rank)
             everybody = hvd.allgather_object([each.tolist() for each in model.parameters()], process_set=members)
             assert all(each == everybody[0] for each in everybody), f"rank {rank}: the ranks have parted"
+            self.compare(model, next(wanted), f"rank {rank}: parameters after the Join context of {self.wrapper}")
 
     def wrap(self, hvd: Any, members: Any) -> tuple[nn.Module, Any, list[Any]]:
         """The module to call, the optimizer, and what joins."""
@@ -157,7 +158,7 @@ class Training:
         assert len(found) == 2, f"rank {rank}: the other thread has failed"
 
     def alone(self) -> Iterator[Sequence[Tensor]]:
-        """The parameters after each step of one process that has the inputs of all members."""
+        """The parameters after each step, and after the context, of one process that has the inputs of all members."""
         model = make_model()
         optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=MOMENTUM)
         for number, step in enumerate(self.steps):
@@ -169,6 +170,13 @@ class Training:
                 nn.utils.clip_grad_norm_(model.parameters(), LARGEST_NORM)
             optimizer.step()
             yield [each.detach().clone() for each in model.parameters()]
+        for number in range(max((self.counts[rank] for rank in self.members), default=0) if self.counts else 0):
+            optimizer.zero_grad()
+            for rank in (each for each in self.members if number < self.counts[each]):
+                loss = loss_of(model, number, rank) / len(self.members)
+                loss.backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+        yield [each.detach().clone() for each in model.parameters()]
 
     def compare(self, model: nn.Module, wanted: Sequence[Tensor], what: str) -> None:
         """Check a rank's parameters."""

@@ -133,3 +133,22 @@ def test_the_rank_that_joins_last_has_made_all_steps() -> None:
     for seed in range(6):
         end = simulate(Uneven([[2, 1]], [True], [0]), [[0], [1]], seed)
         assert [each.trace for each in end.ranks] == ["", ""]
+
+
+def leaves_on_rank_1(hvd: Any, rank: int) -> str | None:
+    hvd.init()
+    try:
+        if rank != 1:
+            hvd.allreduce(torch.ones(3), name="x")
+    except hvd.HorovodInternalError as error:
+        return type(error).__name__
+    finally:
+        hvd.shutdown()
+    return None
+
+
+def test_who_leaves_while_others_are_still_in_init_is_not_forgotten() -> None:
+    """Rank 2 is late, and with it rank 0, while rank 1 is through and leaves: the others waited for it for ever."""
+    for points in (300, 400, 500, 600):
+        end = simulate(leaves_on_rank_1, [[0, 1], [2]], 1, holds=[(points, 2, 4.0)], most_seconds=20.0)
+        assert [each.result for each in end.ranks] == ["ShutdownError", None, "ShutdownError"], points
