@@ -181,24 +181,36 @@ class OneProcess:
     """That have carried a tensor which requires grad."""
     crossed: list[int] = field(default_factory=list)
     """The messages through which the last pass has come."""
+    between: list[set[int]] = field(default_factory=list)
+    """The two workers of each message."""
+    here: int = 0
+    """The worker that runs."""
 
     def __post_init__(self) -> None:
         self.program = draw_program(*self.key)
         self.leaves = make_leaves(self.key)
+        self.here = self.program.routines[0].worker
 
     def leaf(self, worker: int, leaf: int) -> Tensor:
         return self.leaves[worker][leaf]
 
     def call(self, routine: int, values: list[Tensor], references: list[Any]) -> Results:
-        returned, further = Performance(self.program, routine, (self.send(values), references), self).run()
-        return self.send(returned), further
+        caller = self.here
+        returned, further = self._serve(routine, values, references)
+        return self.send(returned, self.program.routines[routine].worker, caller), further
+
+    def _serve(self, routine: int, values: list[Tensor], references: list[Any]) -> Results:
+        caller, self.here = self.here, self.program.routines[routine].worker
+        results = Performance(self.program, routine, (self.send(values, caller, self.here), references), self).run()
+        self.here = caller
+        return results
 
     def start(self, routine: int, values: list[Tensor], references: list[Any]) -> Callable[[], Results]:
         results = self.call(routine, values, references)
         return lambda: results
 
     def remote(self, routine: int, values: list[Tensor], references: list[Any]) -> Held:
-        returned, _ = Performance(self.program, routine, (self.send(values), references), self).run()
+        returned, _ = self._serve(routine, values, references)
         return Held(self.program.routines[routine].worker, returned)
 
     def settle(self, reference: Held) -> None:
@@ -208,16 +220,28 @@ class OneProcess:
         return Held(worker, values)
 
     def fetch(self, worker: int, reference: Held) -> list[Tensor]:
-        return reference.values if worker == reference.worker else self.send(reference.values)
+        own = worker == reference.worker
+        return reference.values if own else self.send(reference.values, reference.worker, worker)
 
-    def send(self, values: list[Tensor]) -> list[Tensor]:
+    def send(self, values: list[Tensor], source: int, target: int) -> list[Tensor]:
         """The same values on the other side of a message; one that is there twice stays one."""
         graded = {id(each): each for each in values if each.requires_grad}
         copies = {id(each): each.clone() for each in values if not each.requires_grad}
         if graded:
             self.messages += 1
+            self.between.append({source, target})
             copies |= zip(graded, cast(Any, Crossing).apply(self.messages, self.crossed, *graded.values()), strict=True)
         return [copies[id(each)] for each in values]
+
+    @property
+    def is_all_used(self) -> bool:
+        """Whether the last pass has come through all messages of which its workers know: those with one of them, and
+        with it the other one.
+        """
+        known = {self.here}
+        while more := set().union(*(each for each in self.between if each & known)) - known:
+            known |= more
+        return all(number in self.crossed for number, each in enumerate(self.between, start=1) if each & known)
 
 
 @dataclass(frozen=True)
@@ -227,7 +251,7 @@ class Expected:
     gradients: Gradients
     messages: int
     every_result_is_used: bool
-    """In every pass: FAST can run it."""
+    """In every pass, as far as its workers know: FAST can run it."""
 
 
 def run_in_one_process(key: Key) -> Expected:
@@ -238,14 +262,14 @@ def run_in_one_process(key: Key) -> Expected:
     first.run()
     distant = None
     if program.distant is not None:
-        (value,) = ways.send([first.values[program.distant[1]]])
+        (value,) = ways.send([first.values[program.distant[1]]], ways.here, program.distant[0])
         distant = total(value)
     every = True
     for each in program.passes:
         ways.crossed.clear()
         roots = [distant] if each.distant and distant is not None else [total(first.values[at]) for at in each.roots]
         torch.autograd.backward(roots, retain_graph=each.retain)
-        every &= len(set(ways.crossed)) == ways.messages
+        every &= ways.is_all_used
     return Expected([[leaf.grad for leaf in leaves] for leaves in ways.leaves], ways.messages, every)
 
 

@@ -42,7 +42,7 @@ class Prompt:
         """Draw one."""
         draw = random.Random(seed)
         rounds = []
-        for number in range(draw.randint(1, 4)):
+        for _ in range(draw.randint(1, 4)):
             what = draw.choice(BLOCKING + ("allreduce_",) * 6)
             name = draw.choice([None, "loss", what])
             call = Call(what, name, draw.choice(LENGTHS), draw.choice(DTYPES), draw.randrange(size), "", 0, 1)
