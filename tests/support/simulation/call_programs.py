@@ -221,7 +221,7 @@ class Inline:
     calls: list[tuple[int, str | None]]  # Lengths and names
     late: list[dict[int, float]]  # Which ranks sleep before, and how long
     between: list[int]
-    """How many calls later a reduction ends that is begun before; 0: none. With one a rank may go ahead of the others."""
+    """How many calls later a reduction ends that is begun before; 0: none. So a rank may go ahead of others."""
 
     @classmethod
     def draw(cls, seed: int, size: int) -> Inline:
