@@ -265,12 +265,19 @@ def run_in_one_process(key: Key) -> Expected:
         (value,) = ways.send([first.values[program.distant[1]]], ways.here, program.distant[0])
         distant = total(value)
     every = True
+    gradients: Gradients = [[None] * len(leaves) for leaves in ways.leaves]
     for each in program.passes:
         ways.crossed.clear()
         roots = [distant] if each.distant and distant is not None else [total(first.values[at]) for at in each.roots]
         torch.autograd.backward(roots, retain_graph=each.retain)
         every &= ways.is_all_used
-    return Expected([[leaf.grad for leaf in leaves] for leaves in ways.leaves], ways.messages, every)
+        # Added up here: torch 2.13 adds sparse ones in place, and counts one twice that shares memory with another.
+        for sums, leaves in zip(gradients, ways.leaves, strict=True):
+            for place, leaf in enumerate(leaves):
+                if leaf.grad is not None:
+                    sums[place] = _dense(sums[place]) + _dense(leaf.grad)
+                    leaf.grad = None
+    return Expected(gradients, ways.messages, every)
 
 
 # -- over workers ------------------------------------------------------------------------------------

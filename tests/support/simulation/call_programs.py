@@ -16,6 +16,7 @@ from support.simulation.programs import expect
 from torch import Tensor
 
 from hvlike.backends.inline_allreduce import WAIT_SECONDS
+from hvlike.errors import MismatchError
 
 BLOCKING = (
     "allreduce",
@@ -277,7 +278,7 @@ class Threads:
         """Draw one."""
         draw = random.Random(seed)
         operations = [
-            (draw.choice(["sum", "sum", "gather", "begun"]), draw.choice(LENGTHS), draw.choice([1, 1, 3]))
+            (draw.choice(["sum", "sum", "gather", "begun", "wrong"]), draw.choice(LENGTHS), draw.choice([1, 1, 3]))
             for _ in range(draw.randint(2, 9))
         ]
         # For longer than any rank waits before it says for what, perhaps.
@@ -322,6 +323,12 @@ class Threads:
         """Make an operation, and check what it returns."""
         what, length, times = self.operations[number]
         size, name = hvd.size(), f"operation {number}"
+        if what == "wrong" and size > 1:
+            try:
+                hvd.allreduce(torch.ones(length + (rank == number % size)), name=name)
+            except MismatchError:
+                return
+            raise AssertionError(f"rank {rank}: {name} has other lengths, and is no error")
         for time in range(times):
             mine = torch.full((length,), float(rank + number + time))
             total = torch.full((length,), float(size * (size - 1) / 2 + size * (number + time)))

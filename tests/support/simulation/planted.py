@@ -66,18 +66,16 @@ PLANTS = [
     plant(
         "a driver leaves while something runs, and wakes nobody",
         (LOOP, "        elif again or self._inbox or self._tasks:\n", "        elif again:\n"),
+        kinds=("threads", "prompt", "calls"),
     ),
     plant(
         "who waits beside the background thread does not wake it",
         (LOOP, "                if self._inbox or self._in_background:\n", "                if False:\n"),
     ),
     plant(
-        "the end of a task wakes nobody who waits for it",
-        (
-            LOOP,
-            "            task.after(task)\n        if self._waiters:\n            self._wake_waiters()\n",
-            "            task.after(task)\n",
-        ),
+        "a message that ends the wait of another thread wakes nobody",
+        (LOOP, "        if self._waiters and wait is Wait.AGAIN:\n", "        if False:\n"),
+        kinds=("threads", "prompt"),
     ),
     plant(
         "a rank leaves a reduction before the others have done their part",

@@ -94,7 +94,7 @@ class Scheduler:
         self.random = random.Random(seed)
         self.now = 0.0
         self.points = 0
-        self.longest_rest = 0.0  # For how long nobody could go on, at most
+        self.longest_rest = 0.0  # For how long nothing has changed, but that somebody looked around, at most
         self.threads: list[SimulatedThread] = []
         self.on_rank: Callable[[int], object] = bool
         """Called with a rank that gets the turn from another one."""
@@ -105,6 +105,7 @@ class Scheduler:
         self.events: list[tuple[int, Callable[[], object]]] = []
         """What is called after so many points, by whoever has the turn. Sorted."""
         self.changes = 0  # Of anything that others may wait for, so far
+        self._moved_with, self._moved_at = 0, 0.0  # The last change that was seen to have come, and when
         self.next_event: Callable[[int], float] = lambda rank: math.inf
         """When MPI has something for a rank that it would find."""
         self.current: SimulatedThread | None = None
@@ -282,6 +283,7 @@ class Scheduler:
     def sleep(self, seconds: float) -> None:
         """Let so much time pass."""
         self.block(_never, self.now + seconds, "sleep")
+        self._moved_at = self.now
 
     def hold(self, rank: int, seconds: float) -> None:
         """Let no thread of a rank go on for so long."""
@@ -361,7 +363,9 @@ class Scheduler:
             elif limits:
                 next_moment, _, thread, blocks = limits[0]
                 if thread.blocks == blocks and thread.condition is not None:
-                    self.longest_rest = max(self.longest_rest, next_moment - self.now)
+                    if self._moved_with != self.changes:
+                        self._moved_with, self._moved_at = self.changes, self.now
+                    self.longest_rest = max(self.longest_rest, next_moment - self._moved_at)
                     self.now = max(self.now, next_moment) + self._tick
                 else:
                     heappop(limits)
