@@ -33,6 +33,7 @@ BLOCKING = (
 ENDS = ("synchronize", "poll", "dropped")
 DTYPES = (torch.float32, torch.float32, torch.float64, torch.float16, torch.int64)
 LENGTHS = (1, 4, 4, 700, 20_000)
+IN_PLACE_LENGTH = 300_000  # Ranks of a node reach into each other's tensors
 MOST_POLLS = 200
 SHORT_SLEEP_SECONDS = 0.02
 
@@ -228,7 +229,8 @@ class Inline:
     def draw(cls, seed: int, size: int) -> Inline:
         """Draw one."""
         draw = random.Random(seed)
-        calls = [(draw.choice(LENGTHS), draw.choice([None, "loss"])) for _ in range(draw.randint(8, 24))]
+        lengths = draw.choice([LENGTHS, LENGTHS, (*LENGTHS, IN_PLACE_LENGTH)])
+        calls = [(draw.choice(lengths), draw.choice([None, "loss"])) for _ in range(draw.randint(8, 24))]
         waits = [0.0, 1e-4, WAIT_SECONDS, *(WAIT_SECONDS + each * 1e-5 for each in (-9, -3, -1, 1, 3, 9))]
         late = [
             {rank: draw.choice(waits) for rank in draw.sample(range(size), draw.choice([0, 0, 1, 1, 2]) % size)}

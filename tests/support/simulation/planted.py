@@ -44,14 +44,6 @@ PLANTS = [
         (SYNC, "        self.region.order()\n        words[ARRIVED] = number\n", "        words[ARRIVED] = number\n"),
     ),
     plant(
-        "who advances a counter looks for sleepers before all see it",
-        (
-            "backends/shared_memory/region.py",
-            "        with self.fence.barrier:\n            pass\n        for bell in self.sleepers:\n",
-            "        for bell in self.sleepers:\n",
-        ),
-    ),
-    plant(
         "a driver sleeps without a last look",
         (
             LOOP,
@@ -64,18 +56,8 @@ PLANTS = [
         (LOOP, "            unheard = not summoned if called() else", "            unheard = False if called() else"),
     ),
     plant(
-        "a driver leaves while something runs, and wakes nobody",
-        (LOOP, "        elif again or self._inbox or self._tasks:\n", "        elif again:\n"),
-        kinds=("threads", "prompt", "calls"),
-    ),
-    plant(
         "who waits beside the background thread does not wake it",
         (LOOP, "                if self._inbox or self._in_background:\n", "                if False:\n"),
-    ),
-    plant(
-        "a message that ends the wait of another thread wakes nobody",
-        (LOOP, "        if self._waiters and wait is Wait.AGAIN:\n", "        if False:\n"),
-        kinds=("threads", "prompt"),
     ),
     plant(
         "a rank leaves a reduction before the others have done their part",
@@ -87,14 +69,6 @@ PLANTS = [
             SYNC,
             "while not any(all(counters[peer].words[ARRIVED] >= number for peer in peers) for _ in range(checks)):",
             "while False:",
-        ),
-    ),
-    plant(
-        "a rank that departs wakes nobody",
-        (
-            SYNC,
-            "        region.mine.words[DEPARTED] = number\n        region.notify_if_sleeping()\n",
-            "        region.mine.words[DEPARTED] = number\n",
         ),
     ),
     plant(
@@ -156,17 +130,6 @@ PLANTS = [
     plant(
         "a step does not wait for its buckets",
         ("training/gradients/planned_reducer.py", "            if self._unfinished:\n", "            if False:\n"),
-    ),
-    plant(
-        "others hear of a join before there is what stands in for this rank",
-        (
-            "collectives/api/barrier_join.py",
-            "    current().fabric.loop.post(lambda: proxies.begin(planned), wake=False)\n"
-            "    return submit_join(set_state, JOIN_KEY, request, wake=False)\n",
-            "    handle = submit_join(set_state, JOIN_KEY, request, wake=False)\n"
-            "    current().fabric.loop.post(lambda: proxies.begin(planned), wake=False)\n"
-            "    return handle\n",
-        ),
     ),
     # What these take back was found by simulated jobs.
     plant(

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from support.simulation.call_programs import BLOCKING, DTYPES, LENGTHS, Call, Caller
+from support.simulation.call_programs import BLOCKING, DTYPES, IN_PLACE_LENGTH, LENGTHS, Call, Caller
 from support.simulation.programs import expect
 
 AWAY_SECONDS = 1.0
@@ -45,7 +45,8 @@ class Prompt:
         for _ in range(draw.randint(1, 4)):
             what = draw.choice(BLOCKING + ("allreduce_",) * 6)
             name = draw.choice([None, "loss", what])
-            call = Call(what, name, draw.choice(LENGTHS), draw.choice(DTYPES), draw.randrange(size), "", 0, 1)
+            length = draw.choice((*LENGTHS, IN_PLACE_LENGTH))
+            call = Call(what, name, length, draw.choice(DTYPES), draw.randrange(size), "", 0, 1)
             begun = draw.choices(LENGTHS, k=draw.choice([0, 0, 1, 2]))
             away = draw.sample(range(size), draw.choice([1, 1, size - 1, size]))
             rounds.append(Round(call, draw.choice([1, 2, 3, 5]), begun, away))
