@@ -24,6 +24,7 @@ from hvlike.backends.network.progress import BandwidthEstimator, BufferPool, Mes
 from hvlike.backends.network.recursive_reduction import RecursiveReduction
 from hvlike.transport.loop.coroutine import Coroutine, T, complete
 from hvlike.transport.memory.dtypes import Kind, MpiConstants, raw_view
+from hvlike.transport.memory.never_freed import OF_MPI, keep_forever
 
 ALLTOALL_BYTES = 8 << 20
 """Large enough that the cost of a message does not count, small enough that all peers get their share of the link."""
@@ -31,8 +32,6 @@ ALLTOALL_WINDOW = 16  # Messages in flight in each direction
 _ALLTOALL_TAG = 3
 BROADCAST_BYTES = 1 << 30  # Counts of 2^31 fail in Open MPI
 MOST_KNOWN = 64  # Reductions that are kept; with one more all are prepared anew
-# MPI may still write to the memory of an abandoned request: it must never be freed.
-_ABANDONED: list[Any] = []
 
 
 class NetworkReduction(Protocol):
@@ -176,7 +175,7 @@ class Network:
             ended = True
         finally:
             if not ended:
-                _ABANDONED.extend([*requests(), *tensors])
+                keep_forever(OF_MPI, *requests(), *tensors)
                 self._broken = True
         return result
 

@@ -20,14 +20,13 @@ import numpy as np
 from hvlike.backends.network.progress import BufferPool, has_ended
 from hvlike.transport.loop.coroutine import Wait
 from hvlike.transport.memory.dtypes import Array
+from hvlike.transport.memory.never_freed import OF_MPI, keep_forever
 from hvlike.transport.messages.traffic import Traffic
 
 WORDS = 4
 _TAG, _DATA_TAG, _RESULT_TAG = 1, 2, 3
 _HEADER_BYTES = 8 * (WORDS + 1)  # The last one: how many bytes of data there are
 _MOST_LENGTHS = 256  # Lengths of offers whose requests are kept; with one more all are made anew
-# MPI may still use the memory of an abandoned request: it must never be freed.
-_ABANDONED: list[Any] = []
 
 
 class Data(NamedTuple):
@@ -144,13 +143,13 @@ class Offers:
 
     def keep(self, *used: object) -> None:
         """MPI may still use these, and their owner gives them up."""
-        _ABANDONED.extend(used)
+        keep_forever(OF_MPI, *used)
 
     def close(self) -> None:
         """Give everything back, unless an offer or its data may still be under way."""
         receives, self._receives = self._receives, []
         if self.is_unfinished():
-            _ABANDONED.append((self._comm, self._buffer, self._sends, receives, self._posted, [*self._arriving]))
+            keep_forever(OF_MPI, self._comm, self._buffer, self._sends, receives, self._posted, [*self._arriving])
             self.leaving = []
             return
         for *_, request in receives:

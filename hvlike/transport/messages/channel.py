@@ -31,6 +31,7 @@ from hvlike.transport.loop.loop import Loop
 from hvlike.transport.memory.doorbell import Doorbell
 from hvlike.transport.memory.dtypes import Array, raw_view
 from hvlike.transport.memory.malloc import allocate_receive_buffer
+from hvlike.transport.memory.never_freed import OF_MPI, keep_forever
 from hvlike.transport.messages.direct_copy import CopyOffer, DirectCopies
 from hvlike.transport.messages.traffic import Traffic
 
@@ -51,9 +52,6 @@ _COUNT = struct.Struct("<I")
 
 Description = int | tuple[torch.dtype, tuple[int, ...]]
 """What the receiver makes a tensor from: dtype and shape, or the length of a tensor of plain bytes."""
-
-# MPI may still write to the memory of an abandoned request, which that keeps: it must never be freed.
-_ABANDONED: list[Any] = []
 
 _MESSAGE_TAG = 1
 _FIRST_PAYLOAD_TAG = 16
@@ -231,7 +229,7 @@ class Channel:
                 if source not in self._lost:
                     return received
                 # The rest of it will not come, and the messages of the others are behind it.
-                _ABANDONED.append(self._incoming)
+                keep_forever(OF_MPI, self._incoming)
                 self._incoming = None
                 continue
             self._incoming = None
@@ -315,7 +313,7 @@ class Channel:
         finally:
             self._unfinished -= 1
             if not ended:
-                _ABANDONED.extend(requests)
+                keep_forever(OF_MPI, *requests)
 
 
 class _Handlers(dict[int, Handler]):

@@ -26,6 +26,7 @@ from hvlike.transport.loop.coroutine import Coroutine, Wait
 from hvlike.transport.memory import process_memory
 from hvlike.transport.memory.doorbell import Doorbell, Fence
 from hvlike.transport.memory.dtypes import Array
+from hvlike.transport.memory.never_freed import OF_A_SENDER, keep_forever
 
 LEAST_BYTES = 1 << 20
 
@@ -207,7 +208,7 @@ class DirectCopies:
         until = system.monotonic() + _PATIENCE_SECONDS
         while slot[_WRITTEN] and not slot[_SETTLED]:
             if system.monotonic() > until:
-                _kept.append(view)
+                keep_forever(OF_A_SENDER, view)
                 break
         slot[_RECEIVED] = 1
 
@@ -225,7 +226,3 @@ class _Payload:
         """Where these units begin and how long they are, in bytes."""
         start = first * _UNIT_BYTES
         return start, min(units * _UNIT_BYTES, self._nbytes - start)
-
-
-_kept: list[Array] = []
-"""Memory that a sender who does not answer may still write."""

@@ -16,6 +16,7 @@ from hvlike.backends.network.partition import primes
 from hvlike.errors import MismatchError
 from hvlike.transport.loop.coroutine import Coroutine, T
 from hvlike.transport.memory.dtypes import TABLE, dtype_name, raw_view
+from hvlike.transport.memory.never_freed import OF_MPI, kept_forever
 
 
 def supports(op: ReduceOp, dtype: torch.dtype) -> bool:
@@ -196,13 +197,13 @@ def test_gather_of_any_dtype(backend: Backend) -> None:
 
 @pytest.mark.mpi(min_size=2)
 def test_a_routine_that_is_given_up_keeps_its_memory(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
-    abandoned: list[Any] = []
-    monkeypatch.setattr(network, "_ABANDONED", abandoned)
+    before = len(kept_forever(OF_MPI))
     choose(monkeypatch, backend, "pairwise")
     tensor = torch.ones(100_000)
     coroutine = backend.network.allreduce([tensor], Arithmetic(torch.float32, ReduceOp.SUM))
     next(coroutine)
     coroutine.close()
+    abandoned = kept_forever(OF_MPI)[before:]
     assert any(each is tensor for each in abandoned)
     # All ranks gave up at the same point: every message still in flight has its receive, and its memory.
     for request in abandoned:
@@ -246,7 +247,6 @@ def test_active_ranks_are_counted_with_the_data(backend: Backend, monkeypatch: p
 @pytest.mark.mpi(min_size=2)
 def test_ranks_that_reduce_other_tensors_are_told(backend: Backend, monkeypatch: pytest.MonkeyPatch, way: str) -> None:
     choose(monkeypatch, backend, way)
-    monkeypatch.setattr(network, "_ABANDONED", [])
     length = 2000 if backend.rank else 1000
     with pytest.raises(MismatchError, match="reduces other tensors at this point"):
         backend.drive(backend.network.allreduce([torch.ones(length)], Arithmetic(torch.float32, ReduceOp.SUM)))
