@@ -54,6 +54,9 @@ def test_a_rank_that_has_joined_sees_what_the_others_do(hvd: ModuleType) -> None
     rank, size = hvd.rank(), hvd.size()
     adder = Adder(size)
     queues = []
+    for number in range(4):
+        # Then inline reductions have their queue.
+        hvd.allreduce(torch.ones(1), name=f"before {number}")
     for _ in range(3):
         # Rank r makes r steps: the rank 0 makes none, and agrees anew with the others without a call of its own.
         counts = [adder.step() for _ in range(rank)]
