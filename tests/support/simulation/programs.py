@@ -379,4 +379,5 @@ KINDS: dict[str, Any] = {
     "autograd": Autograd,
     "torch": Torch,
     "training": Elsewhere("training_programs", "Training"),
+    "fuzz": Elsewhere("fuzz_programs", "Fuzz"),
 }
