@@ -223,11 +223,13 @@ class Join:
         else:
             missed, last = self._stand_in()
         self._authority, self._absent = find_common_rank(f"Join.{self._number}", missed, last, self._process_set)
+        is_last_joiner = not missed
         for each in self._hooks:
             if isinstance(each, BuiltInHook):
                 each.joinable._join_ends(self)
             else:
-                each.post_hook(is_last_joiner=not missed)
+                # By position, as torch does: a hook may give its parameter another name.
+                each.post_hook(is_last_joiner)
 
     def _stand_in(self) -> tuple[int, int]:
         """Return how many iterations this rank has missed, and the rank that joined last."""

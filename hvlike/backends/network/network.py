@@ -24,7 +24,7 @@ from hvlike.backends.network.progress import BandwidthEstimator, BufferPool, Mes
 from hvlike.backends.network.recursive_reduction import RecursiveReduction
 from hvlike.transport.loop.coroutine import Coroutine, T, complete
 from hvlike.transport.memory.dtypes import Kind, MpiConstants, raw_view
-from hvlike.transport.memory.never_freed import OF_MPI, keep_forever
+from hvlike.transport.memory.never_freed import ABANDONED_REQUEST, keep_forever
 
 ALLTOALL_BYTES = 8 << 20
 """Large enough that the cost of a message does not count, small enough that all peers get their share of the link."""
@@ -175,7 +175,7 @@ class Network:
             ended = True
         finally:
             if not ended:
-                keep_forever(OF_MPI, *requests(), *tensors)
+                keep_forever(ABANDONED_REQUEST, *requests(), *tensors)
                 self._broken = True
         return result
 

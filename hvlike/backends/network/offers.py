@@ -20,7 +20,7 @@ import numpy as np
 from hvlike.backends.network.progress import BufferPool, has_ended
 from hvlike.transport.loop.coroutine import Wait
 from hvlike.transport.memory.dtypes import Array
-from hvlike.transport.memory.never_freed import OF_MPI, keep_forever
+from hvlike.transport.memory.never_freed import ABANDONED_REQUEST, keep_forever
 from hvlike.transport.messages.traffic import Traffic
 
 WORDS = 4
@@ -143,13 +143,15 @@ class Offers:
 
     def keep(self, *used: object) -> None:
         """MPI may still use these, and their owner gives them up."""
-        keep_forever(OF_MPI, *used)
+        keep_forever(ABANDONED_REQUEST, *used)
 
     def close(self) -> None:
         """Give everything back, unless an offer or its data may still be under way."""
         receives, self._receives = self._receives, []
         if self.is_unfinished():
-            keep_forever(OF_MPI, self._comm, self._buffer, self._sends, receives, self._posted, [*self._arriving])
+            keep_forever(
+                ABANDONED_REQUEST, self._comm, self._buffer, self._sends, receives, self._posted, [*self._arriving]
+            )
             self.leaving = []
             return
         for *_, request in receives:

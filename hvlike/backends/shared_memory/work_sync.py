@@ -44,7 +44,7 @@ from hvlike.backends.shared_memory.region import (
 )
 from hvlike.errors import HorovodInternalError, MismatchError, PeerLeftError
 from hvlike.transport.loop.coroutine import Coroutine, Wait
-from hvlike.transport.memory.never_freed import OF_A_REDUCTION, keep_forever
+from hvlike.transport.memory.never_freed import ABANDONED_REDUCTION, keep_forever
 
 T = TypeVar("T")
 
@@ -171,7 +171,7 @@ class WorkSync:
         """Give the work of this number up; peers may reach into its tensors at any time from now on."""
         if tensors:
             self.region.mine.words[ABANDONED] = number
-            keep_forever(OF_A_REDUCTION, *tensors)
+            keep_forever(ABANDONED_REDUCTION, *tensors)
 
     def compare(self, arrived: Sequence[int] | None = None) -> None:
         """Raises: MismatchError, and gives the region up, if a peer has begun other work: its chunks would be foreign

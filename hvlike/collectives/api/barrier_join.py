@@ -142,7 +142,7 @@ def join(device: int = -1) -> int:
         device: Accepted for compatibility with Horovod and ignored.
 
     Returns:
-        The rank that joined last, the same on all ranks; never one that has missed a step of an optimizer.
+        The rank that joined last, the same on all ranks; if it has missed a step of an optimizer, one that has not.
 
     Raises:
         UsageError: Between backward and step, and inside a Join context.

@@ -201,7 +201,7 @@ class Registry:
             queue = yield from open_queue(self._fabric, group, 0)
             self.set_states[number] = ProcessSetState(self._fabric, group, queue, self._router, self._knobs, self._end)
             # One that was through with this earlier may have left since.
-            self.set_states[number].lose(self._gone)
+            self.set_states[number].lose(dict(self._gone))
         elif is_shared:
             Group.stand_by(world, ranks)
         self.sets[number] = process_set

@@ -6,9 +6,9 @@ from typing import Any
 
 from hvlike.system.system import of_process
 
-OF_MPI = "MPI may still use the memory of a request that was given up"
-OF_A_SENDER = "a sender that does not answer may still write there"
-OF_A_REDUCTION = "other ranks may still reach into the tensors of a reduction that was given up"
+ABANDONED_REQUEST = "MPI may still use the memory of a request that was given up"
+SILENT_SENDER = "a sender that does not answer may still write there"
+ABANDONED_REDUCTION = "other ranks may still reach into the tensors of a reduction that was given up"
 
 
 class _Kept:
@@ -25,5 +25,5 @@ def keep_forever(why: str, *things: Any) -> None:
 
 
 def kept_forever(why: str) -> list[Any]:
-    """What was kept for this reason so far."""
+    """Return what was kept for this reason so far."""
     return [each for reason, each in _process.things if reason == why]

@@ -31,7 +31,7 @@ from hvlike.transport.loop.loop import Loop
 from hvlike.transport.memory.doorbell import Doorbell
 from hvlike.transport.memory.dtypes import Array, raw_view
 from hvlike.transport.memory.malloc import allocate_receive_buffer
-from hvlike.transport.memory.never_freed import OF_MPI, keep_forever
+from hvlike.transport.memory.never_freed import ABANDONED_REQUEST, keep_forever
 from hvlike.transport.messages.direct_copy import CopyOffer, DirectCopies
 from hvlike.transport.messages.traffic import Traffic
 
@@ -229,7 +229,7 @@ class Channel:
                 if source not in self._lost:
                     return received
                 # The rest of it will not come, and the messages of the others are behind it.
-                keep_forever(OF_MPI, self._incoming)
+                keep_forever(ABANDONED_REQUEST, self._incoming)
                 self._incoming = None
                 continue
             self._incoming = None
@@ -313,7 +313,7 @@ class Channel:
         finally:
             self._unfinished -= 1
             if not ended:
-                keep_forever(OF_MPI, *requests)
+                keep_forever(ABANDONED_REQUEST, *requests)
 
 
 class _Handlers(dict[int, Handler]):

@@ -26,7 +26,7 @@ from hvlike.transport.loop.coroutine import Coroutine, Wait
 from hvlike.transport.memory import process_memory
 from hvlike.transport.memory.doorbell import Doorbell, Fence
 from hvlike.transport.memory.dtypes import Array
-from hvlike.transport.memory.never_freed import OF_A_SENDER, keep_forever
+from hvlike.transport.memory.never_freed import SILENT_SENDER, keep_forever
 
 LEAST_BYTES = 1 << 20
 
@@ -208,7 +208,7 @@ class DirectCopies:
         until = system.monotonic() + _PATIENCE_SECONDS
         while slot[_WRITTEN] and not slot[_SETTLED]:
             if system.monotonic() > until:
-                keep_forever(OF_A_SENDER, view)
+                keep_forever(SILENT_SENDER, view)
                 break
         slot[_RECEIVED] = 1
 

@@ -16,7 +16,7 @@ from hvlike.backends.network.partition import primes
 from hvlike.errors import MismatchError
 from hvlike.transport.loop.coroutine import Coroutine, T
 from hvlike.transport.memory.dtypes import TABLE, dtype_name, raw_view
-from hvlike.transport.memory.never_freed import OF_MPI, kept_forever
+from hvlike.transport.memory.never_freed import ABANDONED_REQUEST, kept_forever
 
 
 def supports(op: ReduceOp, dtype: torch.dtype) -> bool:
@@ -197,13 +197,13 @@ def test_gather_of_any_dtype(backend: Backend) -> None:
 
 @pytest.mark.mpi(min_size=2)
 def test_a_routine_that_is_given_up_keeps_its_memory(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = len(kept_forever(OF_MPI))
+    before = len(kept_forever(ABANDONED_REQUEST))
     choose(monkeypatch, backend, "pairwise")
     tensor = torch.ones(100_000)
     coroutine = backend.network.allreduce([tensor], Arithmetic(torch.float32, ReduceOp.SUM))
     next(coroutine)
     coroutine.close()
-    abandoned = kept_forever(OF_MPI)[before:]
+    abandoned = kept_forever(ABANDONED_REQUEST)[before:]
     assert any(each is tensor for each in abandoned)
     # All ranks gave up at the same point: every message still in flight has its receive, and its memory.
     for request in abandoned:

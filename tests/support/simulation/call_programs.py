@@ -244,21 +244,22 @@ class Inline:
 
         hvd.init()
         total = sum(range(1, hvd.size() + 1))
-        begun: list[tuple[int, Any]] = []
+        begun: list[tuple[int, Any, Tensor]] = []
         for number, ((length, name), late) in enumerate(zip(self.calls, self.late, strict=True)):
             if rank in late:
                 system.sleep(late[rank])
             if self.between[number]:
                 mine = torch.full((3,), float(rank + number))
                 handle = hvd.allreduce_async_(mine, op=hvd.Sum, name=f"begun {number}")
-                begun.append((number + self.between[number], handle))
+                wanted = torch.full((3,), float(total - hvd.size() + hvd.size() * number))
+                begun.append((number + self.between[number], handle, wanted))
             found = hvd.allreduce_(torch.full((length,), rank + 1.0), op=hvd.Sum, name=name)
             expect(found, torch.full((length,), float(total)), f"rank {rank}: reduction {number}")
-            for _, handle in [each for each in begun if each[0] <= number]:
-                hvd.synchronize(handle)
+            for _, handle, wanted in [each for each in begun if each[0] <= number]:
+                expect(hvd.synchronize(handle), wanted, f"rank {rank}: begun before reduction {number}")
             begun = [each for each in begun if each[0] > number]
-        for _, handle in begun:
-            hvd.synchronize(handle)
+        for _, handle, wanted in begun:
+            expect(hvd.synchronize(handle), wanted, f"rank {rank}: begun")
         hvd.shutdown()
 
 

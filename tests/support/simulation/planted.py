@@ -273,7 +273,43 @@ PLANTS = [
     ),
     plant(
         "a set that is made later does not know who has left",
-        ("collectives/session/process_set_state.py", "            self.set_states[number].lose(self._gone)\n", ""),
+        (
+            "collectives/session/process_set_state.py",
+            "            self.set_states[number].lose(dict(self._gone))\n",
+            "",
+        ),
         kinds=("lost",),
+    ),
+    # No job has found these yet.
+    plant(
+        "who advances a counter looks for sleepers before all see it",
+        (
+            "backends/shared_memory/region.py",
+            "        with self.fence.barrier:\n            pass\n        for bell in self.sleepers:\n",
+            "        for bell in self.sleepers:\n",
+        ),
+    ),
+    plant(
+        "a driver leaves while something runs, and wakes nobody",
+        (LOOP, "        elif again or self._inbox or self._tasks:\n", "        elif again:\n"),
+    ),
+    plant(
+        "a rank that departs wakes nobody",
+        (
+            SYNC,
+            "        region.mine.words[DEPARTED] = number\n        region.notify_if_sleeping()\n",
+            "        region.mine.words[DEPARTED] = number\n",
+        ),
+    ),
+    plant(
+        "others hear of a join before there is what stands in for this rank",
+        (
+            "collectives/api/barrier_join.py",
+            "    current().fabric.loop.post(lambda: proxies.begin(planned), wake=False)\n"
+            "    return submit_join(set_state, JOIN_KEY, request, wake=False)\n",
+            "    handle = submit_join(set_state, JOIN_KEY, request, wake=False)\n"
+            "    current().fabric.loop.post(lambda: proxies.begin(planned), wake=False)\n"
+            "    return handle\n",
+        ),
     ),
 ]

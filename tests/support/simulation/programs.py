@@ -3,6 +3,8 @@
     named      operations of all kinds, in process sets too, begun in another order on each rank
     calls      every call of the API, polled, waited for late or never, from two threads, in sessions (call_programs.py)
     inline     reductions in the calling thread, for which ranks are late (call_programs.py)
+    threads    operations that the threads of each rank divide in another way (call_programs.py)
+    prompt     operations after which ranks stay away; who is late was not woken (prompt_programs.py)
     planned    training with DistributedOptimizer, with local passes and frozen layers
     join       ranks with different numbers of inputs, by Join and by hvd.join()
     mistakes   operations that differ between the ranks, or that a rank leaves for good
@@ -14,6 +16,7 @@
     autograd   distributed backward in all modes, several at a time, and steps of distributed optimizers
     torch      groups of torch.distributed, asynchronous work waited for in another order, point to point, objects
     training   every wrapper: process sets, compression, ZeRO, clipping, other threads, timelines (training_programs.py)
+    fuzz       the training programs of scripts/fuzz, with their oracle (fuzz_programs.py)
 
 Every rank checks its own values against arithmetic, and raises AssertionError.
 """
