@@ -127,7 +127,8 @@ class Talker(JoinHook):
     def main_hook(self) -> None:
         self.said.append(f"main {self.name}")
 
-    def post_hook(self, is_last_joiner: bool) -> None:
+    def post_hook(self, last: bool) -> None:
+        # torch gives it by position, so its name is up to the program.
         self.said.append(f"post {self.name}")
 
 
