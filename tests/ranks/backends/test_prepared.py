@@ -11,7 +11,6 @@ from hvlike.backends.arithmetic.arithmetic import Arithmetic
 from hvlike.backends.arithmetic.reduce_op import ReduceOp
 from hvlike.backends.base import Backend
 from hvlike.backends.op_queue import OpQueue, open_queue
-from hvlike.backends.shared_memory import work_sync
 from hvlike.backends.shared_memory.cma import CmaMemory
 from hvlike.backends.shared_memory.region import ADDRESSES
 from hvlike.backends.shared_memory.shared_backend import SharedBackend
@@ -19,6 +18,7 @@ from hvlike.collectives.persistent.bucket import BucketPacker
 from hvlike.collectives.session.context import current
 from hvlike.errors import MismatchError
 from hvlike.transport.loop.coroutine import Coroutine, Task
+from hvlike.transport.memory.never_freed import ABANDONED_REDUCTION, kept_forever
 
 SHAPES = [(7,), (3, 5), (), (0, 2), (100, 150), (300, 400), *[(3 + 17 * index,) for index in range(300)]]
 """Short ones, a long one, a scalar and an empty one."""
@@ -215,13 +215,13 @@ def test_what_the_ranks_reach_into_is_kept_when_a_rank_gives_up(hvd: ModuleType)
     assert isinstance(backend, SharedBackend)
     backend.memory.least_bytes = 1
     prepared = backend.prepare([5], Arithmetic(torch.float32, ReduceOp.SUM))
-    tensor, kept = torch.ones(5), len(work_sync.kept)
+    tensor, kept = torch.ones(5), len(kept_forever(ABANDONED_REDUCTION))
     coroutine = prepared.run([tensor.data_ptr()], True, [tensor])
     next(coroutine)
     coroutine.close()
-    assert len(work_sync.kept) == kept + 1
+    assert len(kept_forever(ABANDONED_REDUCTION)) == kept + 1
     # It stays: a peer may be about to write there.
-    assert work_sync.kept[-1][0] is tensor
+    assert kept_forever(ABANDONED_REDUCTION)[-1] is tensor
 
 
 def test_more_tensors_than_a_rank_can_post_are_staged(hvd: ModuleType) -> None:

@@ -8,12 +8,13 @@ import pytest
 import torch
 from support.backends.node import play, regions
 
-from hvlike.backends.shared_memory import transfer, work_sync
+from hvlike.backends.shared_memory import transfer
 from hvlike.backends.shared_memory.cma import CmaMemory
 from hvlike.backends.shared_memory.transfer import alltoall, gather, gather_at_once, is_read
 from hvlike.backends.shared_memory.work_sync import WorkSync
 from hvlike.errors import HorovodInternalError, MismatchError
 from hvlike.transport.loop.coroutine import Coroutine
+from hvlike.transport.memory.never_freed import ABANDONED_REDUCTION, kept_forever
 
 pytestmark = pytest.mark.pure
 
@@ -138,7 +139,7 @@ def test_ranks_that_call_other_things_are_told(kind: str, far: bool) -> None:
 
 def test_who_interrupts_a_transfer_ends_it_for_all(far: bool) -> None:
     """Peers may read from it: its tensors stay."""
-    syncs, kept = [WorkSync(region) for region in regions(2, CHUNK)], len(work_sync.kept)
+    syncs, before = [WorkSync(region) for region in regions(2, CHUNK)], len(kept_forever(ABANDONED_REDUCTION))
     tensors = [torch.zeros(9 * CHUNK, dtype=torch.uint8) for _ in range(2)]
     first, second = (gather_at_once(sync, reach(2, far), tensors, [0, 1]) for sync in syncs)
     next(first)
@@ -146,4 +147,5 @@ def test_who_interrupts_a_transfer_ends_it_for_all(far: bool) -> None:
         first.throw(KeyboardInterrupt())
     with pytest.raises(HorovodInternalError, match="local rank 0 has left"):
         list(itertools.islice(second, 50))
-    assert len(work_sync.kept) == kept + (0 if far else 2)
+    kept = {id(each) for each in kept_forever(ABANDONED_REDUCTION)[before:]}
+    assert kept == (set() if far else {id(each) for each in tensors})
