@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 from hvlike.collectives.api.objects import allgather_object
+from hvlike.collectives.health.departures import Errors
 from hvlike.collectives.session import context
 from hvlike.collectives.session.context import Context
 from hvlike.errors import HorovodInternalError, RpcError, UsageError, WorkerLostError
@@ -33,6 +35,8 @@ ANSWER_SECONDS = 1.0  # How long a shutdown waits for the status of the other wo
 class _Sessions:
     running: Context
     """hvlike's context in which the last session began; it is not the current one any more while hvlike ends."""
+    hear: Callable[[Errors], None]
+    """What hears there of ranks that leave."""
 
     def __init__(self) -> None:
         self.fabric: Fabric | None = None
@@ -101,7 +105,8 @@ def init_rpc(
     set_agent(agent)
     _sessions.running = running
     running.before_close.append(_end_with_hvlike)
-    running.when_lost.append(partial(_lose, agent))
+    _sessions.hear = partial(_lose, agent)
+    running.departures.listen(_sessions.hear)
     agent.begin()
 
 
@@ -211,7 +216,7 @@ def _wait_until_known(agent: Agent, deadline: float | None) -> None:
 def _end(agent: Agent, *, tell: bool) -> None:
     running = _sessions.running
     running.before_close.remove(_end_with_hvlike)
-    running.when_lost[:] = [each for each in running.when_lost if getattr(each, "args", ()) != (agent,)]
+    running.departures.ignore(_sessions.hear)
     agent.end(f"RPC has been shut down on {agent.me.name} (rank {agent.rank}) while this was in flight.", tell=tell)
     current_session().end()
     autograd_hooks().end()
@@ -223,7 +228,7 @@ def _end_with_hvlike() -> None:
     _end(current_agent(), tell=True)
 
 
-def _lose(agent: Agent, errors: dict[int, HorovodInternalError]) -> None:
+def _lose(agent: Agent, errors: Errors) -> None:
     names = {rank: f"{agent.workers[rank].name} (rank {rank})" for rank in errors}
     texts = {rank: f"{names[rank]} cannot be reached by RPC any more: {error}" for rank, error in errors.items()}
     agent.lose(texts, vanished=True)

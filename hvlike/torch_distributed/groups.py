@@ -17,7 +17,7 @@ from __future__ import annotations
 import functools
 import hashlib
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -25,6 +25,7 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
 from hvlike.backends.op_queue import OpQueue
+from hvlike.collectives.health.departures import Errors
 from hvlike.collectives.requests.message_table import name_ranks
 from hvlike.collectives.requests.process_set import FIRST_PRIVATE_SET, ProcessSet, global_process_set
 from hvlike.collectives.session.context import Context, current
@@ -53,17 +54,16 @@ def open_group(name: str, ranks: Sequence[int], seconds: float) -> CallQueue:
     loop = context.fabric.loop
     task = loop.start(_open(context, name, tuple(ranks), system.monotonic() + seconds), wake=False)
 
-    def lose(errors: Mapping[int, HorovodInternalError]) -> None:
+    def lose(errors: Errors) -> None:
         gone = [errors[rank] for rank in ranks if rank in errors]
         if gone:
             loop.cancel(task, gone[0])
 
-    context.when_lost.append(lose)
-    loop.post(lambda: lose(context.lost), wake=False)
+    context.departures.listen(lose)
     try:
         loop.wait(lambda: task.done)
     finally:
-        context.when_lost.remove(lose)
+        context.departures.ignore(lose)
     if task.error is not None:
         raise task.error
     assert task.result is not None

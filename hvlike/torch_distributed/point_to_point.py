@@ -20,7 +20,7 @@ from typing import Generic, TypeVar
 
 import torch
 
-from hvlike.errors import MismatchError, ProcessGroupError, ShutdownError
+from hvlike.errors import MismatchError, ProcessGroupError, ProgramEndedError, ShutdownError
 from hvlike.torch_distributed.endpoint import Offer, Transfer, endpoint_of
 from hvlike.torch_distributed.tensor_bytes import bytes_to_fill, bytes_to_send
 from hvlike.transport.fabric import Fabric
@@ -85,6 +85,8 @@ def _take(table: dict[int, list[T]], tag: int, place: int) -> T:
 
 logger = logging.getLogger("hvlike")
 
+_IN_ORDER = ShutdownError, ProgramEndedError  # Who has left like this owes the others nothing
+
 
 class PointToPoint:
     """The transfers of one rank in one group."""
@@ -129,8 +131,9 @@ class PointToPoint:
         self._loop.perform(lambda: self._cancel(transfer, error))
 
     def lose(self, errors: Mapping[int, BaseException]) -> None:
-        """Some ranks of the world have left: what waits for one of them, or for any, ends with the error. What they
-        have sent before can still be received.
+        """Some ranks of the world have left, or are lost: what waits for one of them ends with the error. What waits
+        for any rank ends once all others have left, and with the first that is lost. What they have sent before can
+        still be received.
         """
         self._loop.perform(lambda: self._lose(errors))
 
@@ -264,18 +267,23 @@ class PointToPoint:
         """The receiver of bytes whose send is done could not take them: end what waits for it, or the next call."""
         source = self._position[rank]
         logger.error("%s", error)
-        waiting = self._matching.take_receives(partial(_may_come_from, source))
+        waiting = self._matching.take_receives(lambda wanted, _: wanted is None or wanted == source)
         for each in waiting:
             each.end(error)
         if not waiting:
             self._late[source] = error
+
+    @property
+    def _are_all_lost(self) -> bool:
+        return len({*self._lost, self._position[self._rank]}) == len(self.ranks)
 
     def _error_with(self, position: int | None) -> BaseException | None:
         """Why nothing can be sent to a position or be received from there."""
         if self._ended is not None:
             return self._ended
         if position is None:
-            return next(iter(self._lost.values()), None)
+            lost = [each for each in self._lost.values() if not isinstance(each, _IN_ORDER)]
+            return next(iter(lost or self._lost.values())) if lost or self._are_all_lost else None
         return self._lost.get(position) or (self._late.pop(position, None) if self._late else None)
 
     def _cancel(self, transfer: Transfer, error: BaseException) -> None:
@@ -285,8 +293,11 @@ class PointToPoint:
     def _lose(self, errors: Mapping[int, BaseException]) -> None:
         lost = {self._position[rank]: error for rank, error in errors.items() if rank in self._position}
         self._lost.update(lost)
+        from_any = self._error_with(None)
+        for each in self._matching.take_receives(lambda source, _: source is None and from_any is not None):
+            each.end(from_any)
         for position, error in lost.items():
-            for each in self._matching.take_receives(partial(_may_come_from, position)):
+            for each in self._matching.take_receives(partial(_comes_from, position)):
                 each.end(error)
             for transfer, _ in self._not_ready.get(position, ()):
                 transfer.end(error)
@@ -312,5 +323,5 @@ class PointToPoint:
                 self._endpoint.refuse(message, self._endpoint.left(self.key))
 
 
-def _may_come_from(position: int, wanted: int | None, receive: Transfer) -> bool:
-    return wanted is None or wanted == position
+def _comes_from(position: int, source: int | None, receive: Transfer) -> bool:
+    return source == position

@@ -21,9 +21,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 
+from hvlike.collectives.health.departures import Errors
 from hvlike.collectives.session import context
 from hvlike.collectives.session.context import Context
-from hvlike.errors import HorovodInternalError, LaunchError, UsageError
+from hvlike.errors import LaunchError, UsageError
 from hvlike.system.system import of_process, system
 from hvlike.torch_distributed.key_value_table import Answer, Due, Table
 from hvlike.transport.host import mpi_library, rank_variables
@@ -157,7 +158,7 @@ class _Calls:
         if self._rank == HOLDER:
             self._channel.listen(Topic.STORE, self._serve)
         running.before_close.append(self._end)
-        running.when_lost.append(self._lose)
+        running.departures.listen(self._lose)
 
     def ask(self, table: int, what: str, arguments: tuple[Any, ...], seconds: float) -> Any:
         """Return the answer of rank 0. Any thread but the loop's driver. seconds: 0: no limit."""
@@ -217,12 +218,12 @@ class _Calls:
         for (rank, number), answer in due:
             self._send(rank, Topic.STORE_ANSWER, (number, answer))
 
-    def _lose(self, errors: dict[int, HorovodInternalError]) -> None:
+    def _lose(self, errors: Errors) -> None:
         """Some ranks have left."""
         if self._rank == HOLDER or HOLDER in errors:
             self._loop.start(self._give_up(errors), wake=False)
 
-    def _give_up(self, errors: dict[int, HorovodInternalError]) -> Coroutine[None]:
+    def _give_up(self, errors: Errors) -> Coroutine[None]:
         yield from pause(LAST_WORDS_SECONDS)
         reasons = " ".join(str(error).rstrip(".") for error in errors.values())
         if HOLDER in errors:

@@ -36,7 +36,7 @@ class Transfers:
         self._pending: dict[int, tuple[Work, Transfer]] = {}
         self._report_seconds = stall_limits(context.knobs).report_seconds
         calls.fabric.ticks.append(self._watch)
-        context.when_lost.append(self._group.lose)
+        context.departures.listen(self._group.lose)
         context.before_close.append(self._shut_down)
 
     def send(self, tensors: Sequence[torch.Tensor], position: int, tag: int) -> Work:
@@ -113,7 +113,7 @@ class Transfers:
         if self._watch not in self._calls.fabric.ticks:
             return
         self._calls.fabric.ticks.remove(self._watch)
-        self._context.when_lost.remove(self._group.lose)
+        self._context.departures.ignore(self._group.lose)
         self._context.before_close.remove(self._shut_down)
         self.end(ShutdownError(f"the group {self._calls.name!r} of torch.distributed was destroyed on this rank"))
 

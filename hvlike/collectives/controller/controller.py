@@ -28,6 +28,7 @@ from hvlike.collectives.controller.inline_agreement import HURRY, PASS, Agreemen
 from hvlike.collectives.controller.owner_names import OwnerNames
 from hvlike.collectives.controller.tensor_queue import AutomaticNames, TensorQueue
 from hvlike.collectives.controller.trace import Trace
+from hvlike.collectives.health.departures import Errors
 from hvlike.collectives.health.option_watch import OptionWatch
 from hvlike.collectives.health.stall_inspector import (
     PING,
@@ -267,13 +268,13 @@ class Controller:
             if error is not None:
                 self._tell_all(END, error)
 
-    def lose(self, errors: dict[int, HorovodInternalError]) -> None:
+    def lose(self, errors: Errors) -> None:
         if self.agreement is not None:
             self.agreement.stop()
         if self._coordinator is not None:
             self._coordinator.lose(errors)
 
-    def lose_parent(self, errors: dict[int, HorovodInternalError]) -> None:
+    def lose_parent(self, errors: Errors) -> None:
         """If the ranks that have left include the coordinator, or that through which this one speaks: fail what it has
         not answered, and what comes.
         """

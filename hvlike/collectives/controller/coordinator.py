@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from hvlike.collectives.controller.trace import Trace
+from hvlike.collectives.health.departures import Errors
 from hvlike.collectives.health.stall_inspector import StallInspector
 from hvlike.collectives.health.wait_for_graph import Counts, WaitForGraph, WaitReport
 from hvlike.collectives.requests.join_protocol import JOIN_KEY, LEAVE_KEY
@@ -111,7 +112,7 @@ class Coordinator:
         self.waits.report(position, replace(waiting, since=system.monotonic()))
         self._check_deadlock()
 
-    def lose(self, errors: dict[int, HorovodInternalError]) -> None:
+    def lose(self, errors: Errors) -> None:
         """Some members have left: nothing that needs them can run any more."""
         self._gone.update({rank: error for rank, error in errors.items() if rank in self._ranks})
         if self._gone:

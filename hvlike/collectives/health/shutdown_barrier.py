@@ -16,9 +16,10 @@ import logging
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
+from hvlike.collectives.health.departures import Errors
 from hvlike.collectives.health.stall_inspector import ANSWER_SECONDS, StallLimits, StatusQuery, answer_of
 from hvlike.collectives.requests.message_table import name_ranks, tree_of
-from hvlike.errors import HorovodInternalError, PeerLeftError, ShutdownError, StalledError
+from hvlike.errors import HorovodInternalError, ProgramEndedError, ShutdownError, StalledError
 from hvlike.system.system import system
 from hvlike.transport.fabric import Fabric
 from hvlike.transport.loop.coroutine import Coroutine, Wait, complete, pause
@@ -67,9 +68,7 @@ EXIT, SHUTDOWN = "exit", "shutdown"
 
 
 class ShutdownBarrier:
-    def __init__(
-        self, fabric: Fabric, on_gone: Callable[[dict[int, HorovodInternalError]], None], limits: StallLimits
-    ) -> None:
+    def __init__(self, fabric: Fabric, on_gone: Callable[[Errors], None], limits: StallLimits) -> None:
         """on_gone: called in the loop, on the ranks that go on, with the error of each rank that has left."""
         self._fabric = fabric
         self._world = fabric.world
@@ -237,7 +236,7 @@ def _error(rank: int, reason: str) -> HorovodInternalError:
             f"hvlike: Horovod has been shut down on rank {rank}: it called hvd.shutdown() while other ranks went on. "
             "Call shutdown() on every rank, after the last collective."
         )
-    return PeerLeftError(
+    return ProgramEndedError(
         f"Rank {rank} has ended its program while other ranks go on. Every rank has to run the same number of "
         "collective operations and steps; look for a rank with less data (hvlike.join.Join and hvd.join() are for "
         "such) or an early exit."

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from hvlike.collectives.controller.inline_calls import inline_allreduces
+from hvlike.collectives.health.departures import Departures, Errors
 from hvlike.collectives.health.shutdown_barrier import EXIT, SHUTDOWN, ShutdownBarrier
 from hvlike.collectives.requests.process_set import ProcessSet, global_process_set
 from hvlike.collectives.session.job_settings import JobSettings
@@ -62,7 +63,6 @@ class Context:
         )
         self.place = self.world.place  # What the program is told
         self.before_close: list[Callable[[], None]] = []
-        self.when_lost: list[Callable[[dict[int, HorovodInternalError]], None]] = []  # Told in the loop who has left
         self.lost: dict[int, HorovodInternalError] = {}  # Ranks that were lost, under fault tolerance
         self.restarts = False  # Whether every wait ends with an error when a rank is lost, as elastic.run starts again
         self._ends = False  # Whether it can only be left: communicators were revoked, or it is to start again
@@ -95,6 +95,7 @@ class Context:
         if system.mpi is None:
             rank_variables.set_at_start(os.environ, self.world)
         self.fabric = Fabric(self.world, peer_memory=knobs.peer_memory)
+        self.departures = Departures(self.fabric.loop)
         try:
             self._open(process_sets, settings)
         except BaseException:
@@ -109,7 +110,7 @@ class Context:
         self._processes = {rank: bell.process for rank, bell in self.fabric.bells.items()}
         # Under fault tolerance MPI is told who is lost, and asked.
         self._liveness = Liveness({} if self.world.job is not None else self._processes)
-        self.registry = Registry(self.fabric, knobs, lambda error: self._fail_all(error))
+        self.registry = Registry(self.fabric, knobs, self.departures, lambda error: self._fail_all(error))
         self._shutdown_barrier = ShutdownBarrier(self.fabric, self._part, stall_limits(knobs))
         self.fabric.ticks += [self.guard.watch_parent, self._watch]
         limit = heartbeat_limit(knobs.heartbeat_seconds, nodes=len(self.world.nodes))
@@ -237,8 +238,7 @@ class Context:
         """Get every thread out of its wait, so that the program can start again; in the loop."""
         self._ends = True
         others = set(range(self.world.size)).difference([self.world.rank], self.lost)
-        for each in list(self.when_lost):
-            each(dict.fromkeys(others, error))
+        self.departures.tell(dict.fromkeys(others, error))
         self._fail_all(error)
         self.fabric.loop.fail(error)
 
@@ -276,7 +276,7 @@ class Context:
                 )
             seen.append(ranks)
 
-    def _lose(self, errors: dict[int, HorovodInternalError]) -> None:
+    def _lose(self, errors: Errors) -> None:
         """The processes of some ranks are lost; in the loop."""
         for rank in errors:
             self.fabric.channel.lose(rank)
@@ -287,10 +287,9 @@ class Context:
             self.fabric.loop.start(self._shutdown_barrier.fail(next(iter(errors.values()))), wake=False)
         self._part(errors)
 
-    def _part(self, errors: dict[int, HorovodInternalError]) -> None:
+    def _part(self, errors: Errors) -> None:
         """Some ranks have left, or are lost; in the loop."""
-        for each in list(self.when_lost):
-            each(errors)
+        self.departures.tell(errors)
         if self.restarts:
             self._end_with(next(iter(errors.values())))
             return

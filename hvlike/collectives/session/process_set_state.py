@@ -20,6 +20,7 @@ from hvlike.collectives.controller.inline_allreduce import InlineAllreduce
 from hvlike.collectives.controller.inline_calls import InlineCalls, inline_allreduces
 from hvlike.collectives.controller.inline_messages import MOST_MEMBERS, InlineMessages
 from hvlike.collectives.controller.trace import Trace
+from hvlike.collectives.health.departures import Departures, Errors
 from hvlike.collectives.health.stall_inspector import StallLimits
 from hvlike.collectives.requests.message_table import name_ranks
 from hvlike.collectives.requests.process_set import FIRST_PRIVATE_SET, ProcessSet, global_process_set
@@ -95,7 +96,7 @@ class ProcessSetState:
     def _serve(self, inline: InlineCalls[Any]) -> None:
         self.inline = inline_allreduces.by_set[self.group.number] = inline
 
-    def lose(self, errors: dict[int, HorovodInternalError]) -> None:
+    def lose(self, errors: Errors) -> None:
         """Some ranks have left, or are lost: what needs them fails. In the loop."""
         gone = [errors[rank] for rank in errors if rank in self.group.ranks]
         if gone:
@@ -104,7 +105,7 @@ class ProcessSetState:
             self.controller.lose(errors)
             self._fabric.loop.start(self._abandon(errors), wake=False)
 
-    def _abandon(self, errors: dict[int, HorovodInternalError]) -> Coroutine[None]:
+    def _abandon(self, errors: Errors) -> Coroutine[None]:
         """Fail what runs, and what comes, in a set that a rank has left; first take what it has still sent."""
         yield from pause(_LEFT_BEHIND_SECONDS)
         for queue in self.queues.all():
@@ -135,10 +136,12 @@ def stall_limits(knobs: Config) -> StallLimits:
 
 
 class Registry:
-    def __init__(self, fabric: Fabric, knobs: Config, end: Callable[[HorovodInternalError], None]) -> None:
+    def __init__(
+        self, fabric: Fabric, knobs: Config, departures: Departures, end: Callable[[HorovodInternalError], None]
+    ) -> None:
         self.set_states: dict[int, ProcessSetState] = {}
         self.sets: dict[int, ProcessSet] = {}
-        self._gone: dict[int, HorovodInternalError] = {}  # Ranks that have left, or are lost
+        self._departures = departures
         self._fabric = fabric
         self._knobs = knobs
         self._end = end
@@ -201,7 +204,7 @@ class Registry:
             queue = yield from open_queue(self._fabric, group, 0)
             self.set_states[number] = ProcessSetState(self._fabric, group, queue, self._router, self._knobs, self._end)
             # One that was through with this earlier may have left since.
-            self.set_states[number].lose(dict(self._gone))
+            self.set_states[number].lose(self._departures.errors)
         elif is_shared:
             Group.stand_by(world, ranks)
         self.sets[number] = process_set
@@ -218,9 +221,8 @@ class Registry:
         del self.sets[number]
         process_set.removed()
 
-    def lose(self, errors: dict[int, HorovodInternalError]) -> None:
-        """Some ranks have left, or are lost: what needs them fails, in sets to come as well. In the loop."""
-        self._gone |= errors
+    def lose(self, errors: Errors) -> None:
+        """Some ranks have left, or are lost: what needs them fails. In the loop."""
         for set_state in self.set_states.values():
             set_state.lose(errors)
 

@@ -74,7 +74,7 @@ class StateService:
         self._number = 0
         self._answers: dict[int, tuple[str, States]] = {}
         self._lost: set[int] = set()
-        context.when_lost.append(self._lost.update)
+        context.departures.listen(self._lost.update)
         self._channel.listen(Topic.ZERO_STATE, self._on_message)
 
     def register(self, key: Key, optimizer: ShardedState) -> None:

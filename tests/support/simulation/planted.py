@@ -275,10 +275,15 @@ PLANTS = [
         "a set that is made later does not know who has left",
         (
             "collectives/session/process_set_state.py",
-            "            self.set_states[number].lose(dict(self._gone))\n",
+            "            self.set_states[number].lose(self._departures.errors)\n",
             "",
         ),
         kinds=("lost",),
+    ),
+    plant(
+        "a receive from any rank ends with the first rank that leaves",
+        ("torch_distributed/point_to_point.py", "if lost or self._are_all_lost else None", "if self._lost else None"),
+        kinds=("torch",),
     ),
     # No job has found these yet.
     plant(

@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from support.simulation.autograd_programs import Autograd
 from support.simulation.call_programs import Threads
 from support.simulation.elastic_programs import Elastic
@@ -11,6 +12,8 @@ from support.simulation.lost_programs import Lost
 from support.simulation.programs import Mistaken, Named, Uneven
 from support.simulation.rpc_programs import Rpc
 from support.simulation.run import Draw, what_is_wrong
+
+from hvlike.system.system import system
 
 
 def test_a_rank_that_is_held_up_at_the_end_passes_on_what_it_got() -> None:
@@ -152,3 +155,28 @@ def test_who_leaves_while_others_are_still_in_init_is_not_forgotten() -> None:
     for points in (300, 400, 500, 600):
         end = simulate(leaves_on_rank_1, [[0, 1], [2]], 1, holds=[(points, 2, 4.0)], most_seconds=20.0)
         assert [each.result for each in end.ranks] == ["ShutdownError", None, "ShutdownError"], points
+
+
+def receives_from_any_rank(hvd: Any, rank: int) -> list[Any]:
+    """Rank 0 wants one tensor more than there are; rank 2 sends when rank 1 has been gone for long."""
+    found: list[Any] = []
+    dist.init_process_group("hvlike")
+    if rank == 0:
+        try:
+            while True:
+                found.append(dist.recv(torch.zeros(3)))
+        except hvd.HorovodInternalError as error:
+            return [*found, type(error).__name__]
+        finally:
+            hvd.shutdown()
+    if rank == 2:
+        system.sleep(5.0)
+    dist.send(torch.ones(3), 0)
+    hvd.shutdown()
+    return found
+
+
+def test_a_receive_from_any_rank_goes_on_when_one_has_left_and_ends_when_all_have() -> None:
+    for nodes in ([[0, 1, 2]], [[0], [1, 2]]):
+        end = simulate(receives_from_any_rank, nodes, 1)
+        assert end.ranks[0].result == [1, 2, "ShutdownError"], end.ranks[0].trace
