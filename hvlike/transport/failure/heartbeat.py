@@ -98,7 +98,7 @@ class Hearing:
 
     def look(self, now: float) -> set[int]:
         """Return the nodes that are lost from now on, each once. Nodes that were cut off together are lost together:
-        while another one has been silent for half the limit, its end is waited for.
+        each of the others has to be heard once more, or has to be lost, too.
         """
         passed, self._looked = min(now - self._looked, self._limit / BEATS), now
         self.clocks[self._own] = int(1e6 * now)
@@ -106,7 +106,8 @@ class Hearing:
             if node != self._own and node not in self.lost:
                 self._silence[node] += passed
         silent = self._silent_for(self._limit)
-        if silent != self._silent_for(self._limit / 2):
+        since = max((self._silence[node] - self._limit for node in silent), default=0.0)
+        if silent != self._silent_for(since):
             silent = set()
         silent |= self._told - self.lost
         self.lost |= silent
@@ -119,7 +120,8 @@ class Hearing:
         return silent
 
     def _silent_for(self, seconds: float) -> set[int]:
-        return {node for node, silence in enumerate(self._silence) if silence >= seconds} - self.lost
+        others = {node for node, silence in enumerate(self._silence) if silence >= seconds}
+        return others - {self._own, *self.lost}
 
 
 class Heartbeat:

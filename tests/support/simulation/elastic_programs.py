@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from support.simulation.job import JobEnd, Kill
 from support.simulation.programs import loss_of, make_model
+from support.simulation.simulated_ulfm import TCP_SECONDS
 from torch import Tensor, nn
 
 WAYS = ("killed", "killed", "killed", "raises", "error", "cut")
@@ -166,6 +167,9 @@ class Elastic:
         if len(set(map(str, histories.values()))) > 1:
             return f"the ranks have made other steps: {histories}"
         limit = last + end.held + RECOVERY_SECONDS + (2 * HEARTBEAT_SECONDS if self.way == "cut" else 0.0)
+        if self.apart and end.held >= HEARTBEAT_SECONDS / 2:
+            # All ranks of a host stood still just after another was cut off: a limit that docs/elastic.md has.
+            limit += TCP_SECONDS
         late = {rank: round(when - last, 3) for rank, when in self.done.items() if when > limit}
         if late:
             return f"ranks have trained for long after a loss: {late}"

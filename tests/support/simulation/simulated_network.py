@@ -222,12 +222,14 @@ class Network:
         self.tell("lost", f"rank {rank}")
 
     def cut_off(self, node: int) -> None:
-        """The link of a node fails for good; MPI does not notice."""
+        """The link of a node fails for good; MPI does not notice before TCP gives up."""
         self.cut = frozenset(rank for rank, place in self.node_of.items() if place == node)
         for endpoint in self.endpoints:
             kept = [each for each in endpoint.arriving if not self.is_cut(each[2].sender, each[2].receiver)]
             endpoint.arriving = kept
             heapify(kept)
+        if self.failures is not None:
+            self.failures.part(self.cut)
         self.tell("cut", f"the link of node {node}")
 
     def is_cut(self, *ranks: int) -> bool:

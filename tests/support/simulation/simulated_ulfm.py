@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 
 ERR_PROC_FAILED, ERR_PROC_FAILED_PENDING, ERR_REVOKED = 75, 76, 77
 
+TCP_SECONDS = 100.0  # In truth some 900
+
 
 class Failures:
     """What each rank knows of losses and revoked communicators."""
@@ -57,6 +59,14 @@ class Failures:
             if rank != lost and not network.is_cut(rank, lost):
                 longest = network.scheduler.random.choice((0.005, 0.09, 0.09, 1.5))
                 self.notice(rank, lost, network.scheduler.now + network.scheduler.random.uniform(0.001, longest))
+
+    def part(self, cut: Iterable[int]) -> None:
+        """These ranks cannot be reached any more, nor reach others: in the end the connections break."""
+        network, cut = self._network, frozenset(cut)
+        for rank in range(network.size):
+            for other in range(network.size):
+                if (rank in cut) != (other in cut):
+                    self.notice(rank, other, network.scheduler.now + TCP_SECONDS)
 
     def notice(self, rank: int, lost: int, when: float) -> None:
         """A rank knows of a loss from then on."""

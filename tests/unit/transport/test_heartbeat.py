@@ -69,6 +69,18 @@ def test_each_side_of_a_cut_loses_the_other_at_once_and_nobody_else(count: int) 
         assert losses[node] == [{other for other in range(count) if apart[other] != apart[node]}]
 
 
+def test_a_node_that_was_silent_before_a_cut_is_not_lost_alone() -> None:
+    """Without the others this side is not the majority; with one of them that cannot be reached it seemed to be."""
+    hearing = Hearing(3, 2, LIMIT, 0.0)
+    losses = []
+    for tick in range(1, 80):
+        now = tick / 4
+        if now < 4.5:
+            hearing.hear([7.0, now, 0.0])
+        losses += filter(None, [hearing.look(now)])
+    assert losses == [{0, 1}]
+
+
 def test_time_in_which_a_rank_did_not_look_is_nobodys_silence() -> None:
     hearing = Hearing(2, 0, LIMIT, 0.0)
     hearing.hear([0.0, 5.0])
