@@ -27,12 +27,12 @@ from typing import Any
 
 import torch
 from support.fuzz.planted import planted
-from support.simulation.job import JobEnd, Program, simulate
+from support.simulation.machine.job import JobEnd, Program, simulate
+from support.simulation.machine.simulated_mpi import SimulatedMpi
+from support.simulation.machine.store_buffers import Order
 from support.simulation.planted import PLANTS
-from support.simulation.programs import KINDS
+from support.simulation.programs.kinds import KINDS
 from support.simulation.scale import show
-from support.simulation.simulated_mpi import SimulatedMpi
-from support.simulation.store_buffers import Order
 
 MOST_SECONDS = 300.0
 # For so long all ranks may sleep at once, in jobs that nobody holds up: what is found at the next look around, after

@@ -14,10 +14,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from support.simulation.job import simulate
-from support.simulation.programs import loss_of, make_model
-from support.simulation.simulated_mpi import SimulatedMpi
-from support.simulation.simulated_network import Message
+from support.simulation.machine.job import simulate
+from support.simulation.machine.simulated_mpi import SimulatedMpi
+from support.simulation.machine.simulated_network import Message
+from support.simulation.programs.parts import loss_of, make_model
 
 PHASES = ("init", "named operation", "process set", "first steps", "steady steps", "join", "shutdown")
 

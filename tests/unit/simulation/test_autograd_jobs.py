@@ -1,7 +1,7 @@
 """Simulated jobs of distributed autograd."""
 
 import pytest
-from support.simulation.autograd_programs import Autograd
+from support.simulation.programs.autograd import Autograd
 from support.simulation.run import Draw, what_is_wrong
 
 

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.simulation.elastic_programs import Elastic
-from support.simulation.job import simulate
+from support.simulation.machine.job import simulate
+from support.simulation.programs.elastic import Elastic
 from support.simulation.run import Draw, what_is_wrong
 
 FAULT_TOLERANT = {"OMPI_MCA_mpi_ft_enable": "1"}

@@ -4,13 +4,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from support.simulation.autograd_programs import Autograd
-from support.simulation.call_programs import Threads
-from support.simulation.elastic_programs import Elastic
-from support.simulation.job import simulate
-from support.simulation.lost_programs import Lost
-from support.simulation.programs import Mistaken, Named, Uneven
-from support.simulation.rpc_programs import Rpc
+from support.simulation.machine.job import simulate
+from support.simulation.programs.autograd import Autograd
+from support.simulation.programs.calls import Threads
+from support.simulation.programs.collectives import Mistaken, Named, Uneven
+from support.simulation.programs.elastic import Elastic
+from support.simulation.programs.lost import Lost
+from support.simulation.programs.rpc import Rpc
 from support.simulation.run import Draw, what_is_wrong
 
 from hvlike.system.system import system

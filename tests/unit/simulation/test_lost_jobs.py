@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.simulation.job import JobEnd, Kill, simulate
+from support.simulation.machine.job import JobEnd, Kill, simulate
 from support.simulation.run import Draw, what_is_wrong
 
 

@@ -3,7 +3,7 @@
 import pytest
 from support.fuzz.planted import Plant
 from support.simulation.planted import PLANTS
-from support.simulation.programs import KINDS
+from support.simulation.programs.kinds import KINDS
 from support.simulation.run import Draw, what_is_wrong
 
 

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from support.simulation.job import simulate
-from support.simulation.rpc_programs import LATE_SECONDS, take_long, worker
+from support.simulation.machine.job import simulate
+from support.simulation.programs.rpc import LATE_SECONDS, take_long, worker
 from support.simulation.run import Draw, what_is_wrong
 
 from hvlike import rpc

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.simulation.simulated_mpi import ProcessEnded, SimulatedMpi
-from support.simulation.turns import LARGE, ONE_NODE, TWO_NODES, Program, Turns, numbers, poll, run
+from support.simulation.machine.simulated_mpi import ProcessEnded, SimulatedMpi
+from support.simulation.machine.turns import LARGE, ONE_NODE, TWO_NODES, Program, Turns, numbers, poll, run
 
 # -- collectives ------------------------------------------------------------------------------------
 

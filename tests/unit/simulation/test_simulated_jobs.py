@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.simulation.job import simulate
+from support.simulation.machine.job import simulate
 
 from hvlike.system.system import system
 

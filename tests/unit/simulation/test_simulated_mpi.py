@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.simulation.simulated_mpi import MpiError, SimulatedMpi
-from support.simulation.turns import LARGE, ONE_NODE, TWO_NODES, numbers, poll, run
+from support.simulation.machine.simulated_mpi import MpiError, SimulatedMpi
+from support.simulation.machine.turns import LARGE, ONE_NODE, TWO_NODES, numbers, poll, run
 
 from hvlike.backends.network.network import pairwise_alltoall
 from hvlike.backends.network.offers import Offers

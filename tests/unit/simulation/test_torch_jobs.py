@@ -6,9 +6,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
-from support.simulation.job import simulate
+from support.simulation.machine.job import simulate
+from support.simulation.programs.torch_groups import COLLECTIVES, Torch
 from support.simulation.run import Draw, what_is_wrong
-from support.simulation.torch_programs import COLLECTIVES, Torch
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-from support.simulation.primitives import SimulatedSemaphore
-from support.simulation.scheduler import Scheduler
-from support.simulation.store_buffers import Order, StoreBuffers
+from support.simulation.machine.primitives import SimulatedSemaphore
+from support.simulation.machine.scheduler import Scheduler
+from support.simulation.machine.store_buffers import Order, StoreBuffers
 
 from hvlike.system.mapped_memory import Offer, Segment, words
 from hvlike.system.semaphore import SEMAPHORE_BYTES

@@ -17,7 +17,7 @@ from support.fuzz.outcomes import Outcome
 from support.fuzz.programs import KINDS, Program, Setting
 from support.fuzz.strategies import programs
 from support.fuzz.training import Training
-from support.simulation.job import JobEnd
+from support.simulation.machine.job import JobEnd
 
 DRAWN = 8  # Of so many programs of one seed the last one is taken: the first are the simplest
 

@@ -22,9 +22,9 @@ from functools import partial
 from typing import Any
 
 import torch
-from support.simulation.job import JobEnd, Kill
-from support.simulation.programs import loss_of, make_model
-from support.simulation.simulated_ulfm import TCP_SECONDS
+from support.simulation.machine.job import JobEnd, Kill
+from support.simulation.machine.simulated_ulfm import TCP_SECONDS
+from support.simulation.programs.parts import loss_of, make_model
 from torch import Tensor, nn
 
 WAYS = ("killed", "killed", "killed", "raises", "error", "cut")

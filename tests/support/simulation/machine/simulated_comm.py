@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NoReturn
 
 import numpy as np
-from support.simulation.simulated_buffers import (
+from support.simulation.machine.simulated_buffers import (
     ERRORS_RETURN,
     IN_PLACE,
     OPS,
@@ -18,7 +18,7 @@ from support.simulation.simulated_buffers import (
     elements_of,
     memory_of,
 )
-from support.simulation.simulated_network import (
+from support.simulation.machine.simulated_network import (
     ANY_SOURCE,
     ANY_TAG,
     Context,
@@ -27,7 +27,7 @@ from support.simulation.simulated_network import (
     ProcessEnded,
     mpi_call,
 )
-from support.simulation.simulated_requests import (
+from support.simulation.machine.simulated_requests import (
     Collective,
     CollectiveRequest,
     Part,
@@ -36,7 +36,7 @@ from support.simulation.simulated_requests import (
     SendRequest,
     Status,
 )
-from support.simulation.simulated_ulfm import Failures, begin_agreement, begin_shrink
+from support.simulation.machine.simulated_ulfm import Failures, begin_agreement, begin_shrink
 
 UNDEFINED = -32766
 COMM_TYPE_SHARED = 1

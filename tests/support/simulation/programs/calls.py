@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from support.simulation.programs import expect
+from support.simulation.programs.parts import expect
 from torch import Tensor
 
 from hvlike.backends.inline_allreduce import WAIT_SECONDS

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from support.simulation.call_programs import BLOCKING, DTYPES, IN_PLACE_LENGTH, LENGTHS, Call, Caller
-from support.simulation.programs import expect
+from support.simulation.programs.calls import BLOCKING, DTYPES, IN_PLACE_LENGTH, LENGTHS, Call, Caller
+from support.simulation.programs.parts import expect
 
 AWAY_SECONDS = 1.0
 PROMPT_SECONDS = 0.2

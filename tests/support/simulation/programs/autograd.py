@@ -17,7 +17,7 @@ from support.autograd.random_graphs import (
     run_over_workers,
 )
 from support.autograd.random_programs import draw_program
-from support.simulation.rpc_programs import worker
+from support.simulation.programs.rpc import worker
 from torch import Tensor
 
 from hvlike import autograd, rpc

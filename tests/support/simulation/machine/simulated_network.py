@@ -19,11 +19,11 @@ from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from typing import TYPE_CHECKING, Any, Concatenate, NoReturn, ParamSpec, Protocol, TypeVar
 
-from support.simulation.simulated_buffers import Array
+from support.simulation.machine.simulated_buffers import Array
 
 if TYPE_CHECKING:
-    from support.simulation.simulated_requests import ReceiveRequest, Request
-    from support.simulation.simulated_ulfm import Failures
+    from support.simulation.machine.simulated_requests import ReceiveRequest, Request
+    from support.simulation.machine.simulated_ulfm import Failures
 
 ANY_SOURCE = ANY_TAG = -1
 THREAD_SINGLE, THREAD_FUNNELED, THREAD_SERIALIZED, THREAD_MULTIPLE = range(4)

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from support.simulation.scheduler import Scheduler, SimulatedThread
+from support.simulation.machine.scheduler import Scheduler, SimulatedThread
 
 
 def _limit(scheduler: Scheduler, seconds: float | None) -> float | None:

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from support.simulation.simulated_mpi import SimulatedMpi
+from support.simulation.machine.simulated_mpi import SimulatedMpi
 
 LARGE = 10_000
 """Bytes of a message that is not buffered."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from support.simulation.scheduler import Scheduler
+from support.simulation.machine.scheduler import Scheduler
 
 Order = Literal["at once", "in order", "reordered"]
 

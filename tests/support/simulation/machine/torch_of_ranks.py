@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed.distributed_c10d as c10d
-from support.simulation.scheduler import POLLED, Scheduler
+from support.simulation.machine.scheduler import POLLED, Scheduler
 
 from hvlike.system.system import of_process
 

@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from support.simulation.job import JobEnd, Kill
-from support.simulation.programs import KINDS_OF_OPERATIONS, Operation, expect, loss_of, make_model
+from support.simulation.machine.job import JobEnd, Kill
+from support.simulation.programs.parts import KINDS_OF_OPERATIONS, Operation, expect, loss_of, make_model
 
 import hvlike.torch_distributed.process_group  # noqa: F401 - what belongs to a rank is known before the job begins
 from hvlike import rpc

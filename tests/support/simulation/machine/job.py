@@ -21,21 +21,21 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any
 
-from support.simulation.memory import NodeMemory
-from support.simulation.primitives import (
+from support.simulation.machine.memory import NodeMemory
+from support.simulation.machine.primitives import (
     SimulatedCondition,
     SimulatedEvent,
     SimulatedLock,
     SimulatedRLock,
     thread_class,
 )
-from support.simulation.processes import Processes
-from support.simulation.scheduler import MOST_POINTS, TICK_SECONDS, Hang, Scheduler
-from support.simulation.simulated_mpi import SimulatedMpi
-from support.simulation.simulated_network import Message
-from support.simulation.sockets import Sockets
-from support.simulation.store_buffers import Order
-from support.simulation.torch_of_ranks import torch_of_ranks
+from support.simulation.machine.processes import Processes
+from support.simulation.machine.scheduler import MOST_POINTS, TICK_SECONDS, Hang, Scheduler
+from support.simulation.machine.simulated_mpi import SimulatedMpi
+from support.simulation.machine.simulated_network import Message
+from support.simulation.machine.sockets import Sockets
+from support.simulation.machine.store_buffers import Order
+from support.simulation.machine.torch_of_ranks import torch_of_ranks
 
 from hvlike.backends.network import cost_model
 from hvlike.system.system import states_of_process, system

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from functools import partial
 
-from support.simulation.scheduler import Scheduler
-from support.simulation.simulated_mpi import SimulatedMpi
-from support.simulation.simulated_network import Endpoint
+from support.simulation.machine.scheduler import Scheduler
+from support.simulation.machine.simulated_mpi import SimulatedMpi
+from support.simulation.machine.simulated_network import Endpoint
 
 
 class Sockets:

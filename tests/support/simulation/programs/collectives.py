@@ -1,98 +1,21 @@
-"""Random programs for simulated jobs, by kind and seed, and what they have to end with.
-
-    named      operations of all kinds, in process sets too, begun in another order on each rank
-    calls      every call of the API, polled, waited for late or never, from two threads, in sessions (call_programs.py)
-    inline     reductions in the calling thread, for which ranks are late (call_programs.py)
-    threads    operations that the threads of each rank divide in another way (call_programs.py)
-    prompt     operations after which ranks stay away; who is late was not woken (prompt_programs.py)
-    planned    training with DistributedOptimizer, with local passes and frozen layers
-    join       ranks with different numbers of inputs, by Join and by hvd.join()
-    mistakes   operations that differ between the ranks, or that a rank leaves for good
-    stuck      a rank joins, the others ask for different operations, and go on after the error
-    lost       a rank that is killed, fails or leaves (lost_programs.py)
-    elastic    ranks that are lost under fault tolerance, and the others go on (elastic_programs.py)
-    rpc        calls that make further calls, RRefs passed on and kept, sessions one after the other
-    leavers    sessions of RPC that some ranks leave while others call them
-    autograd   distributed backward in all modes, several at a time, and steps of distributed optimizers
-    torch      groups of torch.distributed, asynchronous work waited for in another order, point to point, objects
-    training   every wrapper: process sets, compression, ZeRO, clipping, other threads, timelines (training_programs.py)
-    fuzz       the training programs of scripts/fuzz, with their oracle (fuzz_programs.py)
-
-Every rank checks its own values against arithmetic, and raises AssertionError.
-"""
+"""Operations by name, steps of an optimizer, joins, mistakes: the kinds named, planned, join, mistakes and stuck."""
 
 from __future__ import annotations
 
-import importlib
 import random
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from support.simulation.autograd_programs import Autograd
-from support.simulation.rpc_leavers import Leavers
-from support.simulation.rpc_programs import Rpc
-from support.simulation.torch_programs import Torch
-from torch import Tensor, nn
-
-LENGTHS = (1, 3, 700, 20_000)
-
-
-def expect(found: Any, wanted: Any, what: str) -> None:
-    """Compare tensors, or plain values."""
-    if isinstance(wanted, Tensor):
-        assert found.shape == wanted.shape, f"{what}: {list(found.shape)}, expected {list(wanted.shape)}"
-        assert torch.allclose(found, wanted), f"{what}: {found.flatten()[:4]}, expected {wanted.flatten()[:4]}"
-    else:
-        assert found == wanted, f"{what}: {found}, expected {wanted}"
-
-
-@dataclass
-class Operation:
-    """One operation, as each member of its set makes it."""
-
-    number: int
-    what: str
-    length: int
-    root: int
-    members: Sequence[int]
-
-    def begin(self, hvd: Any, rank: int, process_set: Any) -> Callable[[], None]:
-        """Begin it; what is returned ends it and checks it."""
-        name = f"{self.what} {self.number}"
-        size, place = len(self.members), self.members.index(rank)
-        mine = torch.arange(self.length, dtype=torch.float64) + 10.0 * place
-        everybody = [torch.arange(self.length, dtype=torch.float64) + 10.0 * each for each in range(size)]
-        options = {"name": name, "process_set": process_set}
-        total = torch.stack(everybody).sum(0)
-
-        def ending(handle: Any, wanted: Any) -> Callable[[], None]:
-            return lambda: expect(hvd.synchronize(handle), wanted, f"rank {rank}: {name}")
-
-        if self.what == "sum":
-            return ending(hvd.allreduce_async(mine, op=hvd.Sum, **options), total)
-        if self.what == "average":
-            return ending(hvd.allreduce_async(mine, op=hvd.Average, **options), total / size)
-        if self.what == "max":
-            return ending(hvd.allreduce_async(mine, op=hvd.Max, **options), everybody[-1])
-        if self.what == "gather":
-            rows = [torch.full((each % 3, 2), float(each)) for each in range(size)]
-            return ending(hvd.allgather_async(rows[place], **options), torch.cat(rows))
-        if self.what == "broadcast":
-            root = self.root % size
-            return ending(hvd.broadcast_async(mine, self.members[root], **options), everybody[root])
-        assert self.what == "group"
-        handle = hvd.grouped_allreduce_async([mine, mine * 2], op=hvd.Sum, **options)
-
-        def end() -> None:
-            for found, factor in zip(hvd.synchronize(handle), (1, 2), strict=True):
-                expect(found, total * factor, f"rank {rank}: {name}")
-
-        return end
-
-
-KINDS_OF_OPERATIONS = ("sum", "average", "max", "gather", "broadcast", "group")
+from support.simulation.programs.parts import (
+    KINDS_OF_OPERATIONS,
+    LENGTHS,
+    Operation,
+    expect,
+    loss_of,
+    make_model,
+)
+from torch import Tensor
 
 
 @dataclass
@@ -148,26 +71,6 @@ class Named:
         if self.ends_together:
             hvd.barrier()
         hvd.shutdown()
-
-
-def make_model() -> nn.Sequential:
-    """The same on all ranks, whatever the generator of random numbers has given to others."""
-    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
-    with torch.no_grad():
-        for each in model.parameters():
-            each.copy_(torch.linspace(-1, 1, each.numel()).view(each.shape))
-    return model
-
-
-def batch(step: int, rank: int) -> Tensor:
-    """What a rank trains with in a step."""
-    return torch.linspace(-1, 1, 6).view(2, 3) * (1 + step) + rank
-
-
-def loss_of(model: nn.Module, step: int, rank: int) -> Tensor:
-    """The loss of a rank in a step."""
-    loss: Tensor = model(batch(step, rank)).square().mean()
-    return loss
 
 
 @dataclass
@@ -351,36 +254,3 @@ class Stuck:
                 expect(found, torch.full((1,), float(active)), f"rank {rank}: together {number}")
             hvd.join()
         hvd.shutdown()
-
-
-@dataclass
-class Elsewhere:
-    """Programs of another file."""
-
-    module: str
-    name: str
-
-    def draw(self, seed: int, size: int) -> Any:
-        """Draw one."""
-        return getattr(importlib.import_module(f"support.simulation.{self.module}"), self.name).draw(seed, size)
-
-
-KINDS: dict[str, Any] = {
-    "named": Named,
-    "calls": Elsewhere("call_programs", "Calls"),
-    "inline": Elsewhere("call_programs", "Inline"),
-    "threads": Elsewhere("call_programs", "Threads"),
-    "prompt": Elsewhere("prompt_programs", "Prompt"),
-    "planned": Planned,
-    "join": Uneven,
-    "mistakes": Mistaken,
-    "stuck": Stuck,
-    "lost": Elsewhere("lost_programs", "Lost"),
-    "elastic": Elsewhere("elastic_programs", "Elastic"),
-    "rpc": Rpc,
-    "leavers": Leavers,
-    "autograd": Autograd,
-    "torch": Torch,
-    "training": Elsewhere("training_programs", "Training"),
-    "fuzz": Elsewhere("fuzz_programs", "Fuzz"),
-}

@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
-from support.simulation.simulated_buffers import Array
-from support.simulation.simulated_network import ANY_SOURCE, ANY_TAG, NEVER, Context, Message, Network, mpi_call
+from support.simulation.machine.simulated_buffers import Array
+from support.simulation.machine.simulated_network import ANY_SOURCE, ANY_TAG, NEVER, Context, Message, Network, mpi_call
 
 ERR_TRUNCATE = 15
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from support.simulation.rpc_programs import Author, Call, adds, kept, perform, worker
+from support.simulation.programs.rpc import Author, Call, adds, kept, perform, worker
 
 from hvlike import rpc
 from hvlike.system.system import system

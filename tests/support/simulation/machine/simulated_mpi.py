@@ -22,9 +22,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from types import ModuleType
 
-from support.simulation.simulated_buffers import DATATYPES, ERRORS_RETURN, IN_PLACE, OPS
-from support.simulation.simulated_comm import COMM_TYPE_SHARED, UNDEFINED, Comm, Group, Intracomm
-from support.simulation.simulated_network import (
+from support.simulation.machine.simulated_buffers import DATATYPES, ERRORS_RETURN, IN_PLACE, OPS
+from support.simulation.machine.simulated_comm import COMM_TYPE_SHARED, UNDEFINED, Comm, Group, Intracomm
+from support.simulation.machine.simulated_network import (
     ANY_SOURCE,
     ANY_TAG,
     THREAD_FUNNELED,
@@ -35,8 +35,8 @@ from support.simulation.simulated_network import (
     ProcessEnded,
     Scheduler,
 )
-from support.simulation.simulated_requests import ERR_TRUNCATE, MpiError, Status
-from support.simulation.simulated_ulfm import ERR_PROC_FAILED, ERR_PROC_FAILED_PENDING, ERR_REVOKED, Failures
+from support.simulation.machine.simulated_requests import ERR_TRUNCATE, MpiError, Status
+from support.simulation.machine.simulated_ulfm import ERR_PROC_FAILED, ERR_PROC_FAILED_PENDING, ERR_REVOKED, Failures
 
 __all__ = ["MpiError", "ProcessEnded", "Scheduler", "SimulatedModule", "SimulatedMpi"]
 

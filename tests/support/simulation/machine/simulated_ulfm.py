@@ -20,8 +20,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from support.simulation.simulated_network import ANY_SOURCE, NEVER, Context, Network
-from support.simulation.simulated_requests import (
+from support.simulation.machine.simulated_network import ANY_SOURCE, NEVER, Context, Network
+from support.simulation.machine.simulated_requests import (
     CollectiveRequest,
     MpiError,
     ReceiveRequest,
@@ -30,7 +30,7 @@ from support.simulation.simulated_requests import (
 )
 
 if TYPE_CHECKING:
-    from support.simulation.simulated_comm import Intracomm
+    from support.simulation.machine.simulated_comm import Intracomm
 
 ERR_PROC_FAILED, ERR_PROC_FAILED_PENDING, ERR_REVOKED = 75, 76, 77
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from support.simulation.programs import expect, loss_of, make_model
+from support.simulation.programs.parts import expect, loss_of, make_model
 from torch import Tensor, nn
 
 WRAPPERS = ("optimizer", "ddp", "zero", "ddp and zero")
