@@ -25,7 +25,6 @@
         ├── InputsExhaustedError                        a rank is out of inputs, and Join must not go on without it
         ├── JoinError                                   another rank has left a Join context with an exception
         ├── PeerLeftError                               a rank needed for this has ended its program, or is lost
-        │   ├── ProgramEndedError                       it has ended its program as it should, but early
         │   └── RestartError                            another rank met an error; this one has only heard of it
         ├── ShutdownError                               hvlike was shut down while this was in flight
         └── StalledError           (also TimeoutError)  a wait ran past its limit
@@ -145,10 +144,6 @@ class JoinError(HorovodInternalError):
 
 class PeerLeftError(HorovodInternalError):
     """A rank that has to take part has already ended its program, or is lost."""
-
-
-class ProgramEndedError(PeerLeftError):
-    """A rank that has to take part has ended its program as it should, but earlier than the others."""
 
 
 class RestartError(PeerLeftError):

@@ -14,13 +14,13 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Container, Hashable, Mapping, Sequence
 from functools import partial
 from typing import Generic, TypeVar
 
 import torch
 
-from hvlike.errors import MismatchError, ProcessGroupError, ProgramEndedError, ShutdownError
+from hvlike.errors import MismatchError, ProcessGroupError, ShutdownError
 from hvlike.torch_distributed.endpoint import Offer, Transfer, endpoint_of
 from hvlike.torch_distributed.tensor_bytes import bytes_to_fill, bytes_to_send
 from hvlike.transport.fabric import Fabric
@@ -85,8 +85,6 @@ def _take(table: dict[int, list[T]], tag: int, place: int) -> T:
 
 logger = logging.getLogger("hvlike")
 
-_IN_ORDER = ShutdownError, ProgramEndedError  # Who has left like this owes the others nothing
-
 
 class PointToPoint:
     """The transfers of one rank in one group."""
@@ -104,6 +102,7 @@ class PointToPoint:
         self._not_ready: dict[int, deque[tuple[Transfer, int]]] = {}  # Sends that wait for a GPU, and those behind them
         self._moving: set[Transfer] = set()
         self._lost: dict[int, BaseException] = {}  # By position
+        self._any_lost: BaseException | None = None  # What a receive from any rank ends with
         self._late: dict[int, BaseException] = {}  # Of sends that were done: the next call with that position gets it
         self._ended: BaseException | None = None
         self._endpoint = endpoint_of(fabric)
@@ -130,12 +129,12 @@ class PointToPoint:
         """End a transfer of this group with an error; a message that comes is left for the next receive."""
         self._loop.perform(lambda: self._cancel(transfer, error))
 
-    def lose(self, errors: Mapping[int, BaseException]) -> None:
-        """Some ranks of the world have left, or are lost: what waits for one of them ends with the error. What waits
-        for any rank ends once all others have left, and with the first that is lost. What they have sent before can
-        still be received.
+    def lose(self, errors: Mapping[int, BaseException], in_order: Container[int] = ()) -> None:
+        """Some ranks of the world are gone: what waits for one of them ends with the error. What they have sent before
+        can still be received. in_order: Ranks that are done. What waits for any rank ends with the first of others that
+        is gone, or when all are.
         """
-        self._loop.perform(lambda: self._lose(errors))
+        self._loop.perform(lambda: self._lose(errors, in_order))
 
     def close(self, error: BaseException) -> None:
         """End what is pending, and all that is begun later, with this error. Tells those who wait for this rank."""
@@ -273,29 +272,28 @@ class PointToPoint:
         if not waiting:
             self._late[source] = error
 
-    @property
-    def _are_all_lost(self) -> bool:
-        return len({*self._lost, self._position[self._rank]}) == len(self.ranks)
-
     def _error_with(self, position: int | None) -> BaseException | None:
         """Why nothing can be sent to a position or be received from there."""
         if self._ended is not None:
             return self._ended
         if position is None:
-            lost = [each for each in self._lost.values() if not isinstance(each, _IN_ORDER)]
-            return next(iter(lost or self._lost.values())) if lost or self._are_all_lost else None
+            return self._any_lost
         return self._lost.get(position) or (self._late.pop(position, None) if self._late else None)
 
     def _cancel(self, transfer: Transfer, error: BaseException) -> None:
         self._matching.take_receives(lambda _, each: each is transfer)
         transfer.end(error)
 
-    def _lose(self, errors: Mapping[int, BaseException]) -> None:
+    def _lose(self, errors: Mapping[int, BaseException], in_order: Container[int]) -> None:
         lost = {self._position[rank]: error for rank, error in errors.items() if rank in self._position}
         self._lost.update(lost)
-        from_any = self._error_with(None)
-        for each in self._matching.take_receives(lambda source, _: source is None and from_any is not None):
-            each.end(from_any)
+        missing = [error for position, error in lost.items() if self.ranks[position] not in in_order]
+        if len({*self._lost, self._position[self._rank]}) == len(self.ranks):
+            missing += self._lost.values()
+        self._any_lost = self._any_lost or next(iter(missing), None)
+        if self._any_lost is not None:
+            for each in self._matching.take_receives(lambda source, _: source is None):
+                each.end(self._any_lost)
         for position, error in lost.items():
             for each in self._matching.take_receives(partial(_comes_from, position)):
                 each.end(error)

@@ -9,6 +9,7 @@ from functools import partial
 
 import torch
 
+from hvlike.collectives.health.departures import Errors
 from hvlike.collectives.session.context import Context
 from hvlike.collectives.session.process_set_state import stall_limits
 from hvlike.errors import ShutdownError, StalledError
@@ -36,7 +37,7 @@ class Transfers:
         self._pending: dict[int, tuple[Work, Transfer]] = {}
         self._report_seconds = stall_limits(context.knobs).report_seconds
         calls.fabric.ticks.append(self._watch)
-        context.departures.listen(self._group.lose)
+        context.departures.listen(self._lose)
         context.before_close.append(self._shut_down)
 
     def send(self, tensors: Sequence[torch.Tensor], position: int, tag: int) -> Work:
@@ -104,6 +105,9 @@ class Transfers:
     def _describe(self, work: Work) -> str:
         return f"rank {self._context.world.rank}: {work.what} group {self._calls.name!r},"
 
+    def _lose(self, errors: Errors) -> None:
+        self._group.lose(errors, in_order=self._context.departures.in_order)
+
     def end(self, error: BaseException) -> None:
         """End what is in flight, and every later call."""
         self._group.close(error)
@@ -113,7 +117,7 @@ class Transfers:
         if self._watch not in self._calls.fabric.ticks:
             return
         self._calls.fabric.ticks.remove(self._watch)
-        self._context.departures.ignore(self._group.lose)
+        self._context.departures.ignore(self._lose)
         self._context.before_close.remove(self._shut_down)
         self.end(ShutdownError(f"the group {self._calls.name!r} of torch.distributed was destroyed on this rank"))
 

@@ -13,6 +13,7 @@ Errors = Mapping[int, HorovodInternalError]  # By rank: what operations that nee
 class Departures:
     def __init__(self, loop: Loop) -> None:
         self.errors: dict[int, HorovodInternalError] = {}
+        self.in_order: set[int] = set()  # Those that were not lost, but are done: they owe the others nothing
         self._loop = loop
         self._listeners: list[Callable[[Errors], None]] = []
 
@@ -24,9 +25,13 @@ class Departures:
         """End what listen() began."""
         self._loop.perform(lambda: self._listeners.remove(hear))
 
-    def tell(self, errors: Errors) -> None:
-        """Some ranks have left, or are lost; in the loop."""
+    def tell(self, errors: Errors, *, in_order: bool = False) -> None:
+        """Some ranks have left in order, or are lost; in the loop."""
         self.errors.update(errors)
+        if in_order:
+            self.in_order.update(errors)
+        else:
+            self.in_order.difference_update(errors)
         for hear in list(self._listeners):
             hear(errors)
 

@@ -19,7 +19,7 @@ from typing import Any
 from hvlike.collectives.health.departures import Errors
 from hvlike.collectives.health.stall_inspector import ANSWER_SECONDS, StallLimits, StatusQuery, answer_of
 from hvlike.collectives.requests.message_table import name_ranks, tree_of
-from hvlike.errors import HorovodInternalError, ProgramEndedError, ShutdownError, StalledError
+from hvlike.errors import HorovodInternalError, PeerLeftError, ShutdownError, StalledError
 from hvlike.system.system import system
 from hvlike.transport.fabric import Fabric
 from hvlike.transport.loop.coroutine import Coroutine, Wait, complete, pause
@@ -236,7 +236,7 @@ def _error(rank: int, reason: str) -> HorovodInternalError:
             f"hvlike: Horovod has been shut down on rank {rank}: it called hvd.shutdown() while other ranks went on. "
             "Call shutdown() on every rank, after the last collective."
         )
-    return ProgramEndedError(
+    return PeerLeftError(
         f"Rank {rank} has ended its program while other ranks go on. Every rank has to run the same number of "
         "collective operations and steps; look for a rank with less data (hvlike.join.Join and hvd.join() are for "
         "such) or an early exit."

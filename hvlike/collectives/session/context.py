@@ -111,7 +111,7 @@ class Context:
         # Under fault tolerance MPI is told who is lost, and asked.
         self._liveness = Liveness({} if self.world.job is not None else self._processes)
         self.registry = Registry(self.fabric, knobs, self.departures, lambda error: self._fail_all(error))
-        self._shutdown_barrier = ShutdownBarrier(self.fabric, self._part, stall_limits(knobs))
+        self._shutdown_barrier = ShutdownBarrier(self.fabric, partial(self._part, in_order=True), stall_limits(knobs))
         self.fabric.ticks += [self.guard.watch_parent, self._watch]
         limit = heartbeat_limit(knobs.heartbeat_seconds, nodes=len(self.world.nodes))
         self._heartbeat = Heartbeat(self.fabric, self.guard, limit, self._lose) if limit else None
@@ -287,9 +287,9 @@ class Context:
             self.fabric.loop.start(self._shutdown_barrier.fail(next(iter(errors.values()))), wake=False)
         self._part(errors)
 
-    def _part(self, errors: Errors) -> None:
+    def _part(self, errors: Errors, *, in_order: bool = False) -> None:
         """Some ranks have left, or are lost; in the loop."""
-        self.departures.tell(errors)
+        self.departures.tell(errors, in_order=in_order)
         if self.restarts:
             self._end_with(next(iter(errors.values())))
             return

@@ -282,7 +282,7 @@ PLANTS = [
     ),
     plant(
         "a receive from any rank ends with the first rank that leaves",
-        ("torch_distributed/point_to_point.py", "if lost or self._are_all_lost else None", "if self._lost else None"),
+        ("torch_distributed/point_to_point.py", "if self.ranks[position] not in in_order]", "]"),
         kinds=("torch",),
     ),
     # No job has found these yet.
