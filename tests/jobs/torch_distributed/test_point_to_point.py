@@ -17,7 +17,7 @@ from hvlike.torch_distributed.point_to_point import PointToPoint
 hvd.init()
 rank, size = hvd.rank(), hvd.size()
 group = PointToPoint(current().fabric, "job", range(size))
-current().when_lost.append(group.lose)
+current().departures.listen(group.lose)
 
 def wait(transfer):
     assert current().fabric.loop.wait(lambda: transfer.done, 60), "it hangs"

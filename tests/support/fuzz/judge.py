@@ -11,8 +11,8 @@ from support.fuzz.documented import DOCUMENTED, is_cause
 from support.fuzz.outcomes import Failure, Outcome, Value
 from support.fuzz.programs import Program, Setting
 
-# The last one is two units in the last place of bfloat16.
-EXACT, SINGLE, HALF = 1e-9, 1e-4, 2**-6
+# The last one is four units in the last place of bfloat16: what the ranks' gradients cancel was rounded with them.
+EXACT, SINGLE, HALF = 1e-9, 1e-4, 2**-5
 # A training that explodes makes differences of any size of those in the last place.
 LARGEST = 1e9
 HALF_PARTS = {"bfloat16", "grad dtype"}
