@@ -25,7 +25,6 @@ import logging
 import os
 import signal
 import threading
-import time
 from collections.abc import Callable
 from functools import wraps
 from typing import Any
@@ -37,6 +36,7 @@ from hvlike.collectives.requests.reduction import Max
 from hvlike.collectives.session.basics import is_initialized, rank, shutdown
 from hvlike.collectives.session.context import current
 from hvlike.errors import CheckpointError, HorovodInternalError, HostsUpdatedInterrupt
+from hvlike.system.system import system
 from hvlike.training.elastic.checkpoint import check_values, is_stateful, load_all, save_all
 from hvlike.training.elastic.state import ObjectState, State
 from hvlike.transport.failure.exit_status import EXIT_PREEMPTED, PREEMPTED, record_of_this_job
@@ -152,13 +152,13 @@ class DurableCommits:
         self._seconds = seconds
         self._ends = self._due = False
         self._written = 0
-        self._written_at = time.monotonic()
+        self._written_at = system.monotonic()
 
     def load(self) -> None:
         """Go to the newest whole checkpoint, if there is one, before the first commit. Collective; blocks."""
         if not self._state.commits and self.read("elastic.run starts", logging.INFO):
             self._state.save()
-        self._written_at = time.monotonic()
+        self._written_at = system.monotonic()
 
     def read(self, what: str, level: int = logging.WARNING) -> bool:
         """Load the newest whole checkpoint, and say so in the log; False if there is none. Collective; blocks."""
@@ -177,7 +177,7 @@ class DurableCommits:
 
     def agree(self) -> None:
         """Agree, before a commit, whether it is to be written, and whether it is the last. Collective, as a barrier."""
-        due = rank() == 0 and time.monotonic() - self._written_at >= self._seconds
+        due = rank() == 0 and system.monotonic() - self._written_at >= self._seconds
         self._ends, most = agree(int(due))
         self._due = self._ends or bool(most)
 
@@ -204,7 +204,7 @@ class DurableCommits:
         except CheckpointError as error:
             if rank() == 0:
                 logger.warning("commit %d is not durable: %s", self._state.commits, error)
-        self._written_at = time.monotonic()
+        self._written_at = system.monotonic()
 
 
 def prepare(state: State) -> None:

@@ -14,11 +14,14 @@ was lost before all were through init().
 
 from __future__ import annotations
 
+import io
 import math
 import random
 from bisect import insort
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -26,6 +29,8 @@ from support.simulation.machine.job import JobEnd, Kill
 from support.simulation.machine.simulated_ulfm import TCP_SECONDS
 from support.simulation.programs.parts import loss_of, make_model
 from torch import Tensor, nn
+
+from hvlike.training.elastic.checkpoint_files import list_files, read
 
 WAYS = ("killed", "killed", "killed", "raises", "error", "cut")
 HEARTBEAT_SECONDS = 8.0  # Where a link is cut; longer than ranks are held up
@@ -65,6 +70,8 @@ class Elastic:
     points: list[int]  # When they are killed
     at: int  # In which step it happens otherwise
     spares: int
+    durable: bool = False  # Whether commits are written to the disk
+    folder: TemporaryDirectory[str] | None = field(default=None, compare=False, repr=False)
     began: dict[int, float] = field(default_factory=dict, compare=False, repr=False)  # When each rank was through init
     done: dict[int, float] = field(default_factory=dict, compare=False, repr=False)  # When it was through training
     acted: list[float] = field(default_factory=list, compare=False, repr=False)  # When a culprit has failed
@@ -81,13 +88,17 @@ class Elastic:
         points = [first + int(number * draw.expovariate(1.0) * gap) for number in range(len(culprits))]
         way = draw.choice(WAYS)
         spares = draw.choice([0, 0, 1]) if size > 2 and way != "cut" else 0
-        return cls(steps, draw.randint(1, 3), way, culprits, points, draw.randrange(steps), spares)
+        at, every = draw.randrange(steps), draw.randint(1, 3)
+        return cls(steps, every, way, culprits, points, at, spares, draw.random() < 0.3)
 
     def options(self) -> dict[str, Any]:
         """What `simulate` is to be given."""
         environment = {"OMPI_MCA_mpi_ft_enable": "1", "HVLIKE_SPARES": str(self.spares)}
         if self.way == "cut":
             environment["HVLIKE_HEARTBEAT_SECONDS"] = str(HEARTBEAT_SECONDS)
+        if self.durable:
+            self.folder = TemporaryDirectory()
+            environment |= {"HVLIKE_CHECKPOINT_DIR": self.folder.name, "HVLIKE_CHECKPOINT_SECONDS": "0"}
         kills = [Kill(*each) for each in zip(self.points, self.culprits, strict=True)] if self.way == "killed" else []
         return {"kills": kills, "environment": environment}
 
@@ -139,6 +150,29 @@ class Elastic:
 
     def judge(self, end: JobEnd) -> str | None:
         """Why the job has not ended as it should; None if it has."""
+        wrong = self._judge_end(end)
+        if self.folder is not None:
+            has_ended = any(each.error is None and each.ended for each in end.ranks)
+            wrong = wrong or self._judge_files(Path(self.folder.name), has_ended)
+            self.folder.cleanup()
+        return wrong
+
+    def _judge_files(self, folder: Path, has_ended: bool) -> str | None:
+        """Whether all checkpoints are whole, and of what was trained; the newest one of the end of the training."""
+        reached = 0
+        for file in list_files(folder):
+            state = torch.load(io.BytesIO(read(file)), weights_only=True)
+            history, step = state["history"], state["step"]
+            reached = max(reached, step)
+            if [each for each, _ in history] != list(range(step)):
+                return f"{file.path.name} is of step {step}, with the history {history}"
+            for found, wanted in zip(state["model"].values(), repeat(history), strict=True):
+                if not torch.allclose(found, wanted, atol=1e-6):
+                    return f"{file.path.name} has {found}, expected {wanted} after {history}"
+        last = self.steps - self.steps % self.commit_every
+        return f"the newest checkpoint is of step {reached}, not {last}" if has_ended and reached < last else None
+
+    def _judge_end(self, end: JobEnd) -> str | None:
         if end.hang is not None:
             return f"it hangs: {end.hang}"
         size = len(end.ranks)
