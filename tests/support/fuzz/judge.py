@@ -12,7 +12,7 @@ from support.fuzz.outcomes import Failure, Outcome, Value
 from support.fuzz.programs import Program, Setting
 
 # The last one is four units in the last place of bfloat16: what the ranks' gradients cancel was rounded with them.
-EXACT, SINGLE, HALF = 1e-9, 1e-4, 2**-5
+EXACT, SINGLE, HALF, LOOSE = 1e-9, 1e-4, 2**-5, 0.5
 # A training that explodes makes differences of any size of those in the last place.
 LARGEST = 1e9
 HALF_PARTS = {"bfloat16", "grad dtype"}
@@ -28,7 +28,10 @@ def tolerance(program: Program, setting: Setting) -> float:
         # Averages over the ranks that have inputs are made of those over all ranks, which are rounded. Sums of many are
         # rounded another way where their order makes a last bit of float32.
         rounds_twice = setting.ranks_per_node or any(each in str(program) for each in ("Clip", "by_active"))
-        return HALF if rounds_twice or setting.ranks > 3 else SINGLE
+        if not rounds_twice and setting.ranks <= 3:
+            return SINGLE
+        # L-BFGS divides by differences of gradients: what was rounded decides where it goes.
+        return LOOSE if program.optimizer == "lbfgs" else HALF
     text = str(program)
     # The compiler computes with learning rates in float32.
     return SINGLE if "float32" in text or "CompiledSteps" in text else EXACT

@@ -30,6 +30,11 @@ class Round:
     away: list[int]
     """The ranks that stay away afterwards."""
 
+    @property
+    def limit(self) -> float:
+        """How long it may take, in seconds. Eight ranks on three nodes need 0.09 s for tensors of megabytes."""
+        return PROMPT_SECONDS + 0.1 * self.times * (self.call.length == IN_PLACE_LENGTH)
+
 
 @dataclass
 class Prompt:
@@ -78,7 +83,7 @@ class Prompt:
         ]
         caller.take(this.call, number)
         took = system.monotonic() - began
-        late = f"rank {rank}: {this.call.what} of round {number}: {took:.3f} s" if took > PROMPT_SECONDS else ""
+        late = f"rank {rank}: {this.call.what} of round {number}: {took:.3f} s" if took > this.limit else ""
         if rank in this.away:
             system.sleep(AWAY_SECONDS)
             if not all(hvd.poll(each) for each in handles):
@@ -86,6 +91,6 @@ class Prompt:
         for length, handle in zip(this.begun, handles, strict=True):
             expect(hvd.synchronize(handle), torch.full((length,), size * (size - 1) / 2), f"rank {rank}: begun")
         took = system.monotonic() - began
-        if rank not in this.away and took > PROMPT_SECONDS:
+        if rank not in this.away and took > this.limit:
             late = late or f"rank {rank}: what was begun in round {number}: {took:.3f} s"
         return late
