@@ -17,11 +17,13 @@ from __future__ import annotations
 import io
 import math
 import random
+import shutil
+import weakref
 from bisect import insort
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import mkdtemp
 from typing import Any
 
 import torch
@@ -71,7 +73,7 @@ class Elastic:
     at: int  # In which step it happens otherwise
     spares: int
     durable: bool = False  # Whether commits are written to the disk
-    folder: TemporaryDirectory[str] | None = field(default=None, compare=False, repr=False)
+    folder: Path | None = field(default=None, compare=False, repr=False)
     began: dict[int, float] = field(default_factory=dict, compare=False, repr=False)  # When each rank was through init
     done: dict[int, float] = field(default_factory=dict, compare=False, repr=False)  # When it was through training
     acted: list[float] = field(default_factory=list, compare=False, repr=False)  # When a culprit has failed
@@ -97,8 +99,10 @@ class Elastic:
         if self.way == "cut":
             environment["HVLIKE_HEARTBEAT_SECONDS"] = str(HEARTBEAT_SECONDS)
         if self.durable:
-            self.folder = TemporaryDirectory()
-            environment |= {"HVLIKE_CHECKPOINT_DIR": self.folder.name, "HVLIKE_CHECKPOINT_SECONDS": "0"}
+            self.folder = Path(mkdtemp())
+            # Also where nobody judges the job.
+            weakref.finalize(self, shutil.rmtree, self.folder)
+            environment |= {"HVLIKE_CHECKPOINT_DIR": str(self.folder), "HVLIKE_CHECKPOINT_SECONDS": "0"}
         kills = [Kill(*each) for each in zip(self.points, self.culprits, strict=True)] if self.way == "killed" else []
         return {"kills": kills, "environment": environment}
 
@@ -153,8 +157,7 @@ class Elastic:
         wrong = self._judge_end(end)
         if self.folder is not None:
             has_ended = any(each.error is None and each.ended for each in end.ranks)
-            wrong = wrong or self._judge_files(Path(self.folder.name), has_ended)
-            self.folder.cleanup()
+            wrong = wrong or self._judge_files(self.folder, has_ended)
         return wrong
 
     def _judge_files(self, folder: Path, has_ended: bool) -> str | None:
