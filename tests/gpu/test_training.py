@@ -8,6 +8,7 @@ import torch
 from gpu.waiting import host_does_not_wait
 from torch import Tensor, nn
 
+from hvlike.errors import DeadlockError
 from hvlike.nn import DistributedDataParallel
 from hvlike.optim import ZeroRedundancyOptimizer
 
@@ -153,3 +154,18 @@ def test_a_default_device_does_not_matter(hvd: ModuleType, device: torch.device)
         hvd.broadcast_optimizer_state(optimizer, root_rank=0)
     finally:
         torch.set_default_device(None)
+
+
+# -- backward runs in a thread of autograd for each GPU -----------------------------------------------
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_backward_pass_that_waits_for_what_nobody_asks_for_is_a_deadlock(
+    hvd: ModuleType, device: torch.device
+) -> None:
+    model, optimizer = with_ddp(hvd, make_model().to(device))
+    inputs, targets = (each.to(device) for each in batch(0))
+    train(model, optimizer, inputs, targets)
+    loss = (model(inputs) - targets).square().mean()
+    with pytest.raises(DeadlockError):
+        hvd.barrier() if hvd.rank() == 0 else loss.backward()

@@ -79,6 +79,8 @@ def begin_join(
         scope,
         how,
     )
+    for each in planned:
+        each.has_no_more_data()
     # First the proxies: what the others begin once they know of this rank needs them.
     current().fabric.loop.post(lambda: proxies.begin(planned), wake=False)
     return submit_join(set_state, JOIN_KEY, request, wake=False)
@@ -117,14 +119,18 @@ def end_join(set_states: list[ProcessSetState], ends: list[JoinEnd]) -> None:
     for set_state, end in pairs:
         set_state.controller.wait(JOIN_KEY, partial(set_state.proxies.settled, end.plans), None, certain=False)
     errors: list[BaseException | None] = []
+    fences: list[Callable[[], None]] = []
 
     def end_all() -> None:
         for set_state, end in pairs:
-            errors.append(set_state.proxies.error())
-            set_state.proxies.end(end.plans, end.spare_queues)
+            error = set_state.proxies.error()
+            fences.extend(set_state.proxies.end(end.plans, end.spare_queues))
+            errors.append(error)
 
     loop.post(end_all, wake=False)
     loop.wait(lambda: len(errors) == len(pairs))
+    for fence in fences:
+        fence()
     error = next(filter(None, errors), None)
     if error is not None:
         raise error if isinstance(error, HorovodInternalError) else HorovodInternalError(str(error)) from error

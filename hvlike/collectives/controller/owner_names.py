@@ -29,7 +29,7 @@ class Owner(Protocol):
 @dataclass(eq=False)
 class _Claim:
     owner: weakref.ref[Owner]
-    made_in: threading.Thread
+    made_in: threading.Thread | None
     used_in: threading.Thread | None = None
     refused: UsageError | None = None
 
@@ -46,9 +46,11 @@ class OwnerNames(AutomaticNames):
         with self._guard:
             self._living(kind).append(_Claim(weakref.ref(owner), thread))
 
-    def claim(self, kind: str, owner: Owner, advice: str) -> int:
-        """The number of an owner. Raises: UsageError, if another one that lives is numbered in another thread."""
-        thread = threading.current_thread()
+    def claim(self, kind: str, owner: Owner, advice: str, thread: threading.Thread | None) -> int:
+        """The number of an owner. Raises: UsageError, if another one that lives is numbered in another thread.
+
+        thread: of the program, in which it is used; None: that is not known.
+        """
         with self._guard:
             claims = self._living(kind)
             mine = next((each for each in claims if each.owner() is owner), None)
@@ -61,7 +63,7 @@ class OwnerNames(AutomaticNames):
             if mine.refused is None and not elsewhere:
                 return self.draw(kind)
         if mine.refused is None:
-            threads = sorted({thread.name, *(each.name for each in elsewhere.values())})
+            threads = sorted({each.name for each in (thread, *elsewhere.values()) if each is not None})
             mine.refused = UsageError(
                 f"{kind}: objects of this kind are used in several threads ({', '.join(threads)}). {advice}"
             )
@@ -80,6 +82,6 @@ class OwnerNames(AutomaticNames):
 def _other_thread(mine: _Claim, other: _Claim) -> threading.Thread | None:
     """The thread of the other one, if the ranks may number the two in another order."""
     here, there = (mine.used_in, other.used_in) if other.used_in is not None else (mine.made_in, other.made_in)
-    if here is there or there is None or not there.is_alive() or there.name.startswith(_OURS):
+    if here is there or here is None or there is None or not there.is_alive():
         return None
-    return None if here is not None and here.name.startswith(_OURS) else there
+    return None if here.name.startswith(_OURS) or there.name.startswith(_OURS) else there

@@ -5,9 +5,12 @@ Negotiated and inline operations are numbered in one order here, by any thread.
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Iterable, Mapping, MutableSequence, Sequence
 from typing import Protocol
+
+import torch
 
 from hvlike.collectives.requests.request import CallSite, Request, RequestKey
 from hvlike.errors import DuplicateNameError, HorovodInternalError
@@ -134,6 +137,8 @@ class TensorQueue:
         if self.here.is_known:
             return
         self.here.is_known = True
+        if calling_thread() is None:
+            return
         self._threads.add(threading.current_thread())
         if len(self._threads) > MANY_THREADS:
             self.has_one_thread()
@@ -146,7 +151,25 @@ class TensorQueue:
         for thread in tuple(self._threads):
             if not thread.is_alive():
                 self._threads.discard(thread)
-        return not {*self._threads, *system.lasting_threads()} - {threading.current_thread()}
+        others = {*self._threads, *system.lasting_threads()} - {threading.current_thread()}
+        if calling_thread() is None and len(callers := [each for each in others if _waits_for_backward(each)]) == 1:
+            # It has called the pass in which this thread asks, and does nothing until that has ended.
+            others.difference_update(callers)
+        return not others
+
+
+def calling_thread() -> threading.Thread | None:
+    """The thread of the program that calls; None: the program called backward(), and a thread of autograd runs a part
+    of that. Autograd has one thread for each GPU; on the CPU it uses the caller's.
+    """
+    thread = threading.current_thread()
+    started_by_python = not isinstance(thread, threading._DummyThread)
+    return thread if started_by_python or torch._C._current_graph_task_id() == -1 else None
+
+
+def _waits_for_backward(thread: threading.Thread) -> bool:
+    frame = sys._current_frames().get(thread.ident or 0)
+    return frame is not None and frame.f_code.co_name == "_engine_run_backward"
 
 
 class _Here(threading.local):

@@ -10,7 +10,7 @@ import math
 import threading
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, MutableSet
+from collections.abc import Callable, Iterable, Mapping, MutableSet, Sequence
 from functools import partial
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
@@ -20,6 +20,7 @@ import torch
 
 from hvlike.backends.base import Backend
 from hvlike.backends.cuda.device_backend import on_device
+from hvlike.backends.cuda.runtime import Event
 from hvlike.backends.op_queue import OpQueue, OpQueues
 from hvlike.collectives.compression import Mark
 from hvlike.collectives.controller.controller import OPTIONS, Controller
@@ -110,11 +111,11 @@ class QueueProxy(JoinedProxy):
     """Runs on a planned queue what its owner has for a rank that has joined."""
 
     def __init__(
-        self, queue: OpQueue, serial: int, stand_in: Callable[[], CountingJob], *, on_device: bool = False
+        self, queue: OpQueue, serial: int, stand_in: Callable[[], CountingJob], ready: Sequence[Event] | None = None
     ) -> None:
-        """stand_in: makes the job of a step. on_device: it runs on the backend of the queue's device."""
+        """stand_in: makes the job of a step. ready: it runs on the backend of the queue's device, and first waits."""
         super().__init__(queue, serial)
-        self._on_device = on_device
+        self._ready = ready
         self._stand_in = stand_in
         self._active = 0
 
@@ -128,7 +129,8 @@ class QueueProxy(JoinedProxy):
         def run(backend: Backend) -> Coroutine[None]:
             self._active = yield from job(backend)
 
-        self.queue.submit(on_device(self.queue, None, run) if self._on_device else run, self._ended, wake=False)
+        work = run if self._ready is None else on_device(self.queue, None, run, self._ready)
+        self.queue.submit(work, self._ended, wake=False)
 
     def _ended(self, task: Task[None]) -> None:
         self.error = self.error or task.error
@@ -163,6 +165,10 @@ class PersistentOperation(ABC):
     @abstractmethod
     def mark(self) -> Mark:
         """What is remembered from step to step, in short."""
+
+    @abstractmethod
+    def has_no_more_data(self) -> None:
+        """This thread joins; its stream writes the tensors that `proxy` may use. Local."""
 
     @abstractmethod
     def proxy(self) -> JoinedProxy:
@@ -251,6 +257,7 @@ class JoinedProxies:
         self._queues = queues
         self._controller = controller
         self._by_name: dict[str, JoinedProxy] = {}
+        self._used: dict[int, OpQueue] = {}  # By proxies of this join, those that were replaced too
         self._missed = 0
         self._thread: int | None = None  # That waits for the others to join too; None while this rank has inputs
         controller.stand_in = self._stand_in
@@ -314,10 +321,15 @@ class JoinedProxies:
         """True when all proxies of these plans have seen the step without an active rank."""
         return all(each.finished for each in list(self._by_name.values()) if each.serial in plans)
 
-    def end(self, plans: frozenset[int], spare_queues: frozenset[int]) -> None:
-        """All have joined: go on alike. Plans are forgotten, their queues spare, on every rank. In the loop."""
+    def end(self, plans: frozenset[int], spare_queues: frozenset[int]) -> list[Callable[[], None]]:
+        """All have joined: go on alike. Plans are forgotten, their queues spare, on every rank. In the loop.
+
+        Returns what the thread that has joined calls before it goes on: its stream waits for what stood in for it.
+        """
         missed = self.missed
         proxies, self._by_name = self._by_name, {}
+        used, self._used = self._used, {}
+        fences = [queue.device.fence() for queue in used.values() if queue.device is not None]
         self._missed = missed
         healthy = set(spare_queues)
         for proxy in proxies.values():
@@ -329,6 +341,7 @@ class JoinedProxies:
             each.forget()
         self._queues.set_spare(healthy)
         self._controller.steps.clear()
+        return fences
 
     def steps(self) -> dict[str, int]:
         """How many steps of each plan this rank has entered and can complete, whatever its program does now."""
@@ -359,6 +372,7 @@ class JoinedProxies:
             self._missed = max(self._missed, before.steps)
             before.cancel()
         self._by_name[name] = proxy
+        self._used[proxy.queue.number] = proxy.queue
         if not proxy.finished:
             proxy.begin()
 

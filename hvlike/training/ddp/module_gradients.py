@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from hvlike.collectives.compression import CompressorLike
+from hvlike.collectives.controller.tensor_queue import calling_thread
 from hvlike.collectives.session.basics import rank
 from hvlike.collectives.session.context import Context
 from hvlike.errors import DataParallelError, UsageError
@@ -101,7 +102,8 @@ class ModuleGradients(Gradients):
 
     def _new_name(self, context: Context) -> str:
         # Of two models of one class all names are the same.
-        return self.reduction.automatic_name(context, self, self._inside(), {}, IN_ONE_THREAD)
+        thread = calling_thread() or self._used_in
+        return self.reduction.automatic_name(context, self, self._inside(), {}, IN_ONE_THREAD, thread)
 
     def set_static_graph(self) -> None:
         if self._pending or self._under_way or self._missing is not None or self.reducer is not None:
@@ -135,6 +137,9 @@ class ModuleGradients(Gradients):
             # What the program has done with gradients since then matters as little as what was left of the pass.
             with suppress(UsageError):
                 self._complete()
+        if self.name is None:
+            # Backward, which takes the name, may run in threads of autograd.
+            self._used_in = calling_thread() or self._used_in
         missing, self._missing = self._missing, None
         if self._hooks.lost:
             super().take_back()

@@ -5,6 +5,7 @@ IDLE -> ACCUMULATING -> REDUCING -> SYNCHRONIZED -> IDLE      (drawn in full in 
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import repeat
@@ -16,6 +17,7 @@ from torch.optim import Optimizer
 
 from hvlike.backends.arithmetic.reduce_op import ReduceOp
 from hvlike.collectives.api.objects import broadcast_object
+from hvlike.collectives.controller.tensor_queue import calling_thread
 from hvlike.collectives.session.context import Context, current
 from hvlike.errors import UsageError
 from hvlike.system.system import system
@@ -52,6 +54,7 @@ class Gradients(ReducedParameters):
         self.keep_local = False  # Inside no_sync(): arrivals are not reduced
         self.backward_passes_per_step = check_passes(backward_passes_per_step)
         self.divides_by_active = False  # In averages; else ranks that have joined count as zeros
+        self._used_in = threading.current_thread()  # The thread of the program
         self.name: str | None = None  # What the ranks match this optimizer by; known from its first reduction on
         self.tuner: Tuner | None = None
         self._waiting: list[GradState] = []
@@ -69,8 +72,8 @@ class Gradients(ReducedParameters):
         self.name = self._new_name(self._context)
 
     def _new_name(self, context: Context) -> str:
-        advice = usage_errors.SEVERAL_THREADS
-        return self.reduction.automatic_name(context, self, self._inside(), self.given_names, advice)
+        thread, advice = calling_thread() or self._used_in, usage_errors.SEVERAL_THREADS
+        return self.reduction.automatic_name(context, self, self._inside(), self.given_names, advice, thread)
 
     def _inside(self) -> str:
         """What is wrapped, for names: the class of an optimizer, and its first parameter if that has a name."""

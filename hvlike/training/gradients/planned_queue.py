@@ -21,10 +21,11 @@ from torch import Tensor
 
 from hvlike.backends.base import Backend
 from hvlike.backends.cuda.device_backend import on_device
-from hvlike.backends.cuda.runtime import kind_of, runtime_of
+from hvlike.backends.cuda.runtime import Event, kind_of, runtime_of
 from hvlike.backends.fusion_buffer import SMALL_BYTES
 from hvlike.backends.op_queue import Job, OpQueue
 from hvlike.collectives.compression import Mark
+from hvlike.collectives.controller.tensor_queue import calling_thread
 from hvlike.collectives.controller.trace import exposed_wait, recorded
 from hvlike.collectives.health.option_watch import ReadOptions
 from hvlike.collectives.requests.plan import QueueProposal
@@ -160,6 +161,7 @@ class PlannedQueue(PersistentOperation):
         self._advice = advice
         self._device = device
         self._kind = "" if device is None else kind_of(device)
+        self._ready: list[Event] | None = None  # Of a rank that joins, if the device is a GPU
         self._context: Context | None = None
         self._refusal: UsageError | None = None
 
@@ -219,10 +221,8 @@ class PlannedQueue(PersistentOperation):
             # Not the task: it holds this function, and the two would keep the queue alive after its owner.
             errors.append(task.error)
 
-        work: Job = run
-        runtime = runtime_of(self._kind)
-        if runtime is not None and self._device is not None:
-            work = on_device(queue, None, run, [runtime.record(runtime.current_stream(self._device))])
+        ready = self._tensors_ready()
+        work: Job = run if ready is None else on_device(queue, None, run, ready)
         if queue.recorder.on:
             work = recorded(queue.recorder, queue, self.name, {"step": self._step}, [], work)
         with self._lock:
@@ -247,7 +247,17 @@ class PlannedQueue(PersistentOperation):
             queue.device.fence()()
         return counts[0]
 
+    def _tensors_ready(self) -> list[Event] | None:
+        """When the tensors of a step hold their values: those of the current stream. None: they are on the CPU."""
+        runtime = runtime_of(self._kind)
+        if runtime is None or self._device is None:
+            return None
+        return [runtime.record(runtime.current_stream(self._device))]
+
     # -- what a join needs ----------------------------------------------------------------------
+
+    def has_no_more_data(self) -> None:
+        self._ready = self._tensors_ready()
 
     def mark(self) -> Mark:
         if self.stand_in is None:
@@ -262,7 +272,7 @@ class PlannedQueue(PersistentOperation):
         assert queue is not None
         assert serial is not None
         assert stand_in is not None
-        return QueueProxy(queue, serial, stand_in, on_device=bool(self._kind))
+        return QueueProxy(queue, serial, stand_in, (self._ready or []) if self._kind else None)
 
     def adopt(self, queue: OpQueue, agreed: QueueProposal) -> JoinedProxy:
         self.queue, self.serial = queue, agreed.serial
@@ -275,7 +285,7 @@ class PlannedQueue(PersistentOperation):
         self.forget()
         self._context = current()
         set_state = self._set_state = self._context.find_set(self._process_set, self._purpose)
-        number = set_state.controller.optimizer_names.claim(self._purpose, self, IN_ONE_THREAD)
+        number = set_state.controller.optimizer_names.claim(self._purpose, self, IN_ONE_THREAD, calling_thread())
         self.name = f"{self._purpose}.{number}"
         if self.options is not None:
             self.watch_options(self.options)

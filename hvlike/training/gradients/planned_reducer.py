@@ -287,6 +287,9 @@ class PlannedReducer(PersistentOperation):
         memory = self._settings.memory
         return Mark() if memory is None else memory.mark()
 
+    def has_no_more_data(self) -> None:
+        """Nothing is to be done: what stands in has tensors of its own."""
+
     def proxy(self) -> JoinedProxy:
         assert self.schedule is not None
         return PlanProxy(self.schedule)

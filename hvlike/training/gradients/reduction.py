@@ -146,27 +146,34 @@ class Reduction:
         """The owner was made in this thread, for which it will be named as it is used. Local."""
         if not self.is_local(context):
             names = context.find_set(self.process_set, self.owner).controller.optimizer_names
-            names.announce(self._kind(given), owner)
+            names.announce(self._kind(given, threading.current_thread()), owner)
 
     def automatic_name(
-        self, context: Context, owner: Owner, inside: str, given: Mapping[Tensor, str], advice: str
+        self,
+        context: Context,
+        owner: Owner,
+        inside: str,
+        given: Mapping[Tensor, str],
+        advice: str,
+        thread: threading.Thread,
     ) -> str:
         """What the ranks match an optimizer by: its class, what it has inside, and a number if there are several such.
 
         Optimizers count when they first reduce, in one order everywhere: some ranks make copies for checkpoints.
         given: names that the program has given to parameters: by the first one those of several threads are told apart.
-        advice: what to do where they are not.
+        advice: what to do where they are not. thread: of the program, in which the owner is used.
         Raises: UsageError, where the ranks cannot tell them apart.
         """
-        kind, names = self._kind(given), context.find_set(self.process_set, self.owner).controller.optimizer_names
-        names.claim(kind, owner, advice)
+        names = context.find_set(self.process_set, self.owner).controller.optimizer_names
+        kind = self._kind(given, thread)
+        names.claim(kind, owner, advice, thread)
         name = f"{self.owner}({inside})" if kind == self.owner else f"{self.owner}({inside}) in a thread"
         number = names.draw(name)
         return name if number == 0 else f"{name} #{number + 1}"
 
-    def _kind(self, given: Mapping[Tensor, str]) -> str:
+    def _kind(self, given: Mapping[Tensor, str], thread: threading.Thread) -> str:
         first = next(iter(given.values()), None)
-        by_order = first is None or threading.current_thread() is threading.main_thread()
+        by_order = first is None or thread is threading.main_thread()
         return self.owner if by_order else f"{self.owner}.{first}"
 
     def reducer(self, name: str, names: Sequence[str], parameters: Sequence[Tensor]) -> PlannedReducer:

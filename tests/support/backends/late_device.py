@@ -58,6 +58,7 @@ class LateStream:
         self.done = 0
         self.failure: BaseException | None = None
         self.memory: list[torch.Tensor] = []
+        self.waits_for: list[LateStream] = []  # By events, in their order
         self._queue: list[Callable[[], Any] | None] = []
         self._released = 0
         self._working = False
@@ -156,6 +157,15 @@ class LateDevice:
         finally:
             self._mine.stream = before
 
+    @contextmanager
+    def tell(self, stream: LateStream) -> Iterator[None]:
+        """Have this stream as the current one, as far as somebody asks; what torch computes is done at once."""
+        self._mine.stream = stream
+        try:
+            yield
+        finally:
+            self._mine.stream = None
+
     def aside(self) -> AbstractContextManager[None]:
         return self.use(None)
 
@@ -170,6 +180,7 @@ class LateDevice:
             self.waits_of_the_host += 1
             event.block()
         elif event.stream is not None:
+            stream.waits_for.append(event.stream)
             stream.put(event.block)
 
     def has_passed(self, event: LateEvent) -> bool:

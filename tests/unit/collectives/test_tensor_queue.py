@@ -1,8 +1,10 @@
 """The tensor_queue of a rank: everything is numbered in one order, a name is in flight once, and threads are told
 apart."""
 
+import _thread
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import pytest
@@ -11,6 +13,7 @@ import torch
 from hvlike.collectives.controller.tensor_queue import MANY_THREADS, TensorQueue
 from hvlike.collectives.requests.request import Request, RequestSpec, find_call_site
 from hvlike.errors import DuplicateNameError, ShutdownError
+from hvlike.system.system import system
 
 
 def request(name: str) -> Request:
@@ -127,3 +130,49 @@ def test_a_thread_with_the_number_of_one_that_has_ended_is_another() -> None:
             assert not tensor_queue.has_one_thread(), f"thread {count} with number {thread.ident} is not known"
     if len(numbers) == count:
         pytest.skip("this system gives every thread a number of its own")
+
+
+# -- threads of autograd, of which it has one for each GPU -------------------------------------------
+
+
+def in_backward(ask: Callable[[], bool], *, callers: int) -> bool:
+    """What `ask` returns in a thread of autograd, when so many threads of the program wait for a backward pass."""
+    found: list[bool] = []
+    ends = [threading.Lock() for _ in range(callers)]
+
+    def _engine_run_backward(end: threading.Lock) -> None:
+        end.acquire()
+
+    def run() -> None:
+        doubled = 2 * torch.ones(1, requires_grad=True)
+        doubled.register_hook(lambda gradient: found.append(ask()))
+        doubled.backward()
+
+    for end in ends:
+        end.acquire()
+    threads = [threading.Thread(target=_engine_run_backward, args=(end,)) for end in ends]
+    for thread in threads:
+        thread.start()
+    _thread.start_new_thread(run, ())
+    while not found:
+        time.sleep(0.001)
+    for end, thread in zip(ends, threads, strict=True):
+        end.release()
+        thread.join()
+    return found[0]
+
+
+def test_who_waits_for_a_backward_pass_asks_for_nothing_beside_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensor_queue = TensorQueue(0)
+    lasting, main = system.lasting_threads, threading.main_thread()
+    monkeypatch.setattr(system, "lasting_threads", lambda: [each for each in lasting() if each is not main])
+
+    def ask() -> bool:
+        tensor_queue.notice(("allreduce", "x"), find_call_site())
+        return tensor_queue.has_one_thread()
+
+    assert in_backward(ask, callers=1)
+    # It may be the other one that has called this pass.
+    assert not in_backward(ask, callers=2)
+    # Autograd's thread lives on, and asks for nothing by itself.
+    assert tensor_queue.has_one_thread()

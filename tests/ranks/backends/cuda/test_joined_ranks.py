@@ -4,6 +4,12 @@ import pytest
 import torch
 from ranks.backends.cuda.conftest import Late
 
+from hvlike.backends.base import Backend
+from hvlike.backends.cuda.device_backend import device_of
+from hvlike.collectives.session.joined_proxy import CountingJob
+from hvlike.training.gradients.planned_queue import PlannedQueue
+from hvlike.transport.loop.coroutine import Coroutine
+
 pytestmark = pytest.mark.mpi(min_size=2)
 
 
@@ -49,3 +55,38 @@ def test_gradients(late: Late) -> None:
                 alone(torch.full((3, 6), other + step + 1.0)).sum().backward()
         single.step()
     assert torch.allclose(weights[-1].reshape(30, 6), alone[0].weight, rtol=1e-4)
+
+
+def test_what_stands_in_for_a_rank_goes_by_the_stream_of_its_program(late: Late) -> None:
+    """It begins when that has written what it writes, too, and the program reads what it has written."""
+    hvd, device = late.hvd, late.device
+    source, user = hvd.size() - 1, device.new_stream(device.home())
+    queue = PlannedQueue("test of a join", device=device.home())
+    tensor, streams = torch.full((1000,), -1.0), set()
+
+    def hand_out(*, active: bool) -> CountingJob:
+        def job(backend: Backend) -> Coroutine[int]:
+            streams.add(device_of(backend).stream)
+            count = yield from backend.count_active(active)
+            if count:
+                yield from backend.gather([tensor.view(torch.uint8)], [source])
+            return count
+
+        return job
+
+    queue.stand_in = lambda: hand_out(active=False)
+    queue.agree()
+    if hvd.rank() == source:
+        with device.use(user):
+            tensor.fill_(5.0)
+            queue.run(hand_out(active=True))
+    with device.tell(user):
+        hvd.join()
+    (stream,) = streams
+    assert user in stream.waits_for
+    assert stream in user.waits_for
+    with device.use(user):
+        seen = tensor.clone()
+    device.drain(user)
+    assert torch.equal(seen, torch.full((1000,), 5.0))
+    queue.close()

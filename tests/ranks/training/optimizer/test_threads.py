@@ -1,5 +1,7 @@
 """Optimizers and wrapped models in several threads: matched by the names they were given, or an error that says so."""
 
+import _thread
+import copy
 import threading
 from collections.abc import Callable
 from types import ModuleType
@@ -190,3 +192,55 @@ def test_made_in_several_threads(hvd: ModuleType, make: Callable[[nn.Module], ob
     for error in in_threads(2, work):
         assert isinstance(error, UsageError)
         assert "Make them in one thread" in str(error)
+
+
+# -- backward in a thread of autograd, of which it has one for each GPU --------------------------------
+
+
+def backward_elsewhere(loss: torch.Tensor) -> None:
+    """Run backward in a thread that Python has not started. Raises: what it raises."""
+    errors: list[BaseException | None] = []
+
+    def run() -> None:
+        try:
+            loss.backward()
+        except BaseException as error:
+            errors.append(error)
+        finally:
+            ended.set()
+
+    ended = threading.Event()
+    _thread.start_new_thread(run, ())
+    assert ended.wait(60)
+    if errors:
+        raise errors[0] or AssertionError
+
+
+def test_models_are_told_apart_by_the_thread_of_their_forward(hvd: ModuleType) -> None:
+    """A copy takes its name as it is first reduced, in backward."""
+    models = [DistributedDataParallel(model()) for _ in range(2)]
+    copied = copy.deepcopy(models[1])
+    for each in (models[0], copied):
+        backward_elsewhere(each(torch.full((1, 2), 1.0 + hvd.rank())).sum())
+        average = sum(1.0 + rank for rank in range(hvd.size())) / hvd.size()
+        torch.testing.assert_close(each.module.weight.grad, torch.full((1, 2), average))
+
+
+def test_copies_of_several_threads_cannot_be_told_apart_in_backward(hvd: ModuleType) -> None:
+    models = [copy.deepcopy(DistributedDataParallel(model())) for _ in range(2)]
+    first, second = threading.Event(), threading.Event()
+
+    def work(number: int) -> None:
+        if number:
+            assert first.wait(60)
+        try:
+            backward_elsewhere(models[number](torch.ones(1, 2)).sum())
+        finally:
+            (second if number else first).set()
+        # The thread lives on, and may train beside the other one.
+        assert second.wait(60)
+
+    found = in_threads(2, work)
+    assert found[0] is None
+    assert isinstance(found[1], UsageError)
+    assert "used in several threads" in str(found[1])
