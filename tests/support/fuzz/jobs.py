@@ -17,6 +17,8 @@ from support.fuzz.programs import Program, Setting
 from support.job import STARTUP, RunningJob, start_job
 
 RANK = Path(__file__).with_name("rank.py")
+# NCCL refuses ranks of one host that share a GPU.
+OWN_HOST = ("bash", "-c", 'export NCCL_HOSTID=rank$OMPI_COMM_WORLD_RANK; exec "$@"', "rank")
 START_SECONDS = 120.0
 PROGRAM_SECONDS = 30.0
 PEERS_SECONDS = 3.0
@@ -30,11 +32,13 @@ class Lost(Exception):
 class Job:
     """Ranks that wait for programs."""
 
-    def __init__(self, ranks: int, hvlike: Path | None = None, *, compiles: bool = False) -> None:
-        """hvlike: the folder of another one than this checkout's. compiles: programs use torch.compile."""
+    def __init__(self, ranks: int, hvlike: Path | None = None, *, compiles: bool = False, device: str = "") -> None:
+        """hvlike: the folder of another one than this checkout's. compiles: programs use torch.compile. device: of all
+        tensors; without one the CPU.
+        """
         self.ranks = ranks
         self.compiles = compiles
-        self._hvlike = hvlike
+        self._hvlike, self._device = hvlike, device
         self._running: RunningJob | None = None
         self._folder = ""
         self._pids: dict[int, int] = {}
@@ -82,10 +86,12 @@ class Job:
         if self._running is None:
             self._folder = tempfile.mkdtemp(prefix="hvlike-fuzz-")
             address = f"{self._folder}/driver"
-            environment = {"HVLIKE_TEST_NOTHING_LATE": "1"} if self.compiles else {}
+            environment = {"HVLIKE_TEST_NOTHING_LATE": "1"} if self.compiles or self._device else {}
             environment |= {} if self._hvlike is None else {"PYTHONPATH": f"{self._hvlike}{os.pathsep}{STARTUP}"}
             with Listener(address, family="AF_UNIX", backlog=self.ranks) as listener:
-                self._running = start_job(RANK, self.ranks, args=[address], env=environment)
+                arguments = [address, self._device] if self._device else [address]
+                between = OWN_HOST if self._device else ()
+                self._running = start_job(RANK, self.ranks, args=arguments, env=environment, between=between)
                 self._accept(listener)
         if self._setting != setting:
             self._ask(("start", setting.knobs), START_SECONDS, {})

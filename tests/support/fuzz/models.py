@@ -16,6 +16,9 @@ from torch.utils.checkpoint import checkpoint
 
 ROWS, WIDTH, CLASSES, WORDS = 3, 4, 2, 5
 
+device = torch.device("cpu")
+"""Of the tensors of this rank. The process that judges has them there, too."""
+
 
 class Part(nn.Module):
     """Maps rows to rows; `words` are whole numbers that come with the rows."""
@@ -247,7 +250,10 @@ def make_network(names: Sequence[str]) -> Network:
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
-        return Network(names)
+        # A generator of a GPU draws other values.
+        with torch.device("cpu"):
+            network = Network(names)
+        return network.to(device)
     finally:
         torch.set_default_dtype(before)
 
@@ -255,5 +261,7 @@ def make_network(names: Sequence[str]) -> Network:
 def make_batch(number: int, rank: int) -> tuple[Tensor, Tensor]:
     """Return the rows and words of one rank; those of the ranks differ in size, so that no average is one by chance."""
     generator = torch.Generator().manual_seed(1000 * (number + 1) + rank)
-    rows = torch.randn(ROWS, WIDTH, generator=generator, dtype=torch.float64) * (1 + rank)
-    return rows, torch.randint(WORDS, (ROWS,), generator=generator)
+    with torch.device("cpu"):
+        rows = torch.randn(ROWS, WIDTH, generator=generator, dtype=torch.float64) * (1 + rank)
+        words = torch.randint(WORDS, (ROWS,), generator=generator)
+    return rows.to(device), words.to(device)

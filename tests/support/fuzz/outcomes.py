@@ -28,7 +28,7 @@ class Value:
             # Sharded: all ranks come here together.
             dense = dense.full_tensor()
         dense = (dense.to_dense() if dense.layout is not torch.strided else dense).contiguous()
-        data = dense.reshape(-1).view(torch.uint8).numpy().tobytes() if dense.numel() else b""
+        data = dense.reshape(-1).view(torch.uint8).cpu().numpy().tobytes() if dense.numel() else b""
         return Value(str(dense.dtype), tuple(dense.shape), str(tensor.layout), data)
 
     def tensor(self) -> Tensor:

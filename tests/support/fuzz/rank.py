@@ -5,6 +5,7 @@ The driver and the ranks talk by a socket that knows nothing of MPI, so that it 
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import gc
 import logging
@@ -16,8 +17,12 @@ from multiprocessing.connection import Client, Connection
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+if "STAND_IN_LIBRARY" in os.environ:
+    import stand_in  # noqa: F401
 
 import torch
+from support.devices import OnDevice
+from support.fuzz import models
 from support.fuzz.hvlike_world import HvlikeWorld
 from support.fuzz.outcomes import Outcome
 from support.fuzz.programs import TORCH, Program
@@ -105,7 +110,11 @@ def main() -> None:
     with Client(sys.argv[1], family="AF_UNIX") as driver, stack.open("w") as file:
         faulthandler.register(signal.SIGUSR2, file, all_threads=False)
         driver.send((hvd.rank(), os.getpid()))
-        serve(driver)
+        if len(sys.argv) > 2:
+            # With its number: threads that are started later have the first one as their current device.
+            models.device = hvd.pin_device(sys.argv[2])
+        with OnDevice(models.device) if len(sys.argv) > 2 else contextlib.nullcontext():
+            serve(driver)
     hvd.shutdown()
 
 

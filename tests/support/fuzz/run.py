@@ -199,6 +199,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--faults", type=int, default=1, help="how many faults end the run (1)")
     parser.add_argument("--without", action="append", default=[], help="a part of models that is left out")
     parser.add_argument("--shrink", type=float, default=SHRINKING_SECONDS, help="seconds to shrink each (60)")
+    parser.add_argument("--device", default="", help="of the tensors of all ranks, such as cuda (the CPU)")
     parser.add_argument("--planted", action="store_true", help="show that faults planted into a copy are found")
     parser.add_argument("--replay", type=Path, help="run the one program that this file holds, as it was printed")
     given = parser.parse_args(arguments)
@@ -207,7 +208,7 @@ def main(arguments: Sequence[str]) -> int:
     if given.planted:
         return find_planted(given)
     compiles = bool(given.kind) and bool({*COMPILED, "fsdp2"} & {*given.kind})
-    with Job(given.ranks, compiles=compiles) as job:
+    with Job(given.ranks, compiles=compiles, device=given.device) as job:
         runner = Runner(job, tuple(given.without), given.shrink)
         if given.replay:
             setting = Setting(given.ranks, given.overlap == "1", given.nodes or None)
