@@ -21,7 +21,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -38,6 +38,7 @@ MOST_SECONDS = 300.0
 # For so long all ranks may sleep at once, in jobs that nobody holds up: what is found at the next look around, after
 # 0.25 s, was missed.
 LONGEST_REST_SECONDS = 0.2
+SHORT_HOLD_SECONDS = 0.01
 PROMPT_KINDS = ("named", "calls", "threads", "planned", "join", "autograd", "torch")
 
 
@@ -53,6 +54,8 @@ class Draw:
     shares_cores: bool  # All ranks have one core
     network: dict[str, bool | int]  # Attributes of the simulated MPI
     stores: Order = "at once"
+    statements: float = 0.0
+    acts: list[tuple[int, int, float]] = field(default_factory=list)
 
     @classmethod
     def of(cls, seed: int, kinds: Sequence[str], ranks: range, nodes: range) -> Draw:
@@ -81,7 +84,17 @@ class Draw:
         if draw.random() < 0.5:
             # For longer than any rank waits before it asks who is missing; in short jobs, too.
             holds.append((round(math.exp(draw.uniform(5.5, 9.0))), draw.randrange(size), 4.0))
-        return cls(seed, kind, places, switches, holds, shares_cores, network, order)
+        statements = draw.choice([0.0, 0.0, 0.0, 30.0, 100.0, 300.0, 1000.0])
+        # At what others can see, and not while it looks at what others do, as it does most of the time.
+        acts = [
+            (round(math.exp(draw.uniform(2.5, 6.5))), draw.randrange(size), draw.choice([0.01, 0.01, 4.0]))
+            for _ in range(draw.choice([0, 0, 1, 2]))
+        ]
+        if kind == "prompt":
+            # Others sleep by then, and the clock is still looked at.
+            holds, acts = ([(when, rank, SHORT_HOLD_SECONDS) for when, rank, _ in each] for each in (holds, acts))
+            statements = 0.0
+        return cls(seed, kind, places, switches, holds, shares_cores, network, order, statements, acts)
 
     @property
     def program(self) -> Program:
@@ -100,8 +113,10 @@ class Draw:
             points_per_switch=self.points_per_switch,
             most_seconds=MOST_SECONDS,
             holds=self.holds,
+            acts=self.acts,
             shares_cores=self.shares_cores,
             stores=self.stores,
+            statements=self.statements,
             prepare=self.prepare,
             **(program.options() if hasattr(program, "options") else {}),
         )
@@ -125,9 +140,10 @@ def what_is_wrong(end: JobEnd, job: Draw) -> str | None:
         return f"it hangs: {end.hang}"
     if end.died:
         return "an error has ended a thread: " + "\n".join(end.died)
-    if end.longest_rest > LONGEST_REST_SECONDS and job.kind in PROMPT_KINDS and not job.holds:
+    is_held = any(seconds > SHORT_HOLD_SECONDS for *_, seconds in (*job.holds, *job.acts))
+    if end.longest_rest > LONGEST_REST_SECONDS and job.kind in PROMPT_KINDS and not is_held:
         return f"all ranks have slept for {end.longest_rest:.3f} virtual seconds: somebody was not woken"
-    if job.kind == "prompt" and not job.holds:
+    if job.kind == "prompt":
         return next((each.result for each in end.ranks if each.result), None)
     return None
 

@@ -34,6 +34,7 @@ from support.simulation.machine.scheduler import MOST_POINTS, TICK_SECONDS, Hang
 from support.simulation.machine.simulated_mpi import SimulatedMpi
 from support.simulation.machine.simulated_network import Message
 from support.simulation.machine.sockets import Sockets
+from support.simulation.machine.statements import Statements
 from support.simulation.machine.store_buffers import Order
 from support.simulation.machine.torch_of_ranks import torch_of_ranks
 
@@ -203,8 +204,10 @@ def simulate(
     most_points: int = MOST_POINTS,
     tick_seconds: float = TICK_SECONDS,
     holds: Sequence[tuple[int, int, float]] = (),
+    acts: Sequence[tuple[int, int, float]] = (),
     shares_cores: bool = False,
     stores: Order = "at once",
+    statements: float = 0.0,
     prepare: Callable[[SimulatedMpi], object] = bool,
     kills: Sequence[Kill] = (),
     launcher_seconds: float = 0.1,
@@ -214,9 +217,11 @@ def simulate(
 
     most_seconds, most_points: after which a job counts as one that never ends: ranks that wait look around a few times
     a second for ever. tick_seconds: what a point takes, of virtual time. holds: after so many points that rank goes on
-    no more, for so many seconds. shares_cores: all ranks have one core. stores: when others see what a rank writes to
-    shared memory. prepare: may set attributes of the network. launcher_seconds: how long after a loss the launcher
-    kills the other ranks, unless the job outlives it. environment: variables that all ranks have.
+    no more, for so many seconds. acts: the same after it has done so many things that others can see. shares_cores: all
+    ranks have one core. stores: when others see what a rank writes to shared memory. statements: after so many points,
+    on average, a thread loses its core between two of hvlike's; 0: never. prepare: may set attributes of the network.
+    launcher_seconds: how long after a loss the launcher kills the other ranks, unless the job outlives it. environment:
+    variables that all ranks have.
     """
     import hvlike
 
@@ -226,7 +231,7 @@ def simulate(
     end = JobEnd(
         [Outcome() for _ in range(size)],
         len(nodes),
-        sum(seconds for *_, seconds in holds),
+        sum(seconds for *_, seconds in (*holds, *acts)),
         getattr(program, "judge", None),
     )
     note = end.story.append if trace else None
@@ -239,6 +244,8 @@ def simulate(
         tick_seconds=tick_seconds,
     )
     scheduler.holds = sorted(holds)
+    scheduler.acts = {(rank, count): seconds for count, rank, seconds in acts}
+    between = None
     collects, hook = gc.isenabled(), threading.excepthook
     gc.disable()
     threading.excepthook = lambda about: end.died.append(
@@ -264,6 +271,7 @@ def simulate(
             processes.start_thread = partial(start, LAUNCHER, "launcher")
             scheduler.events = [(each.points, partial(processes.lose, each.rank)) for each in kills]
             scheduler.events.sort(key=lambda event: event[0])
+            between = Statements(scheduler, statements) if statements else None
             for rank in range(size):
                 outcome = end.ranks[rank]
                 main = _main(hvlike, program, rank, outcome, scheduler.say)
@@ -280,6 +288,8 @@ def simulate(
         threading.excepthook = hook
         if collects:
             gc.enable()
+    if between is not None:
+        end.held += between.seconds
     end.seconds, end.points, end.longest_rest = scheduler.now, scheduler.points, scheduler.longest_rest
     return end
 

@@ -29,6 +29,7 @@ class SimulatedLock:
         if self._held:
             return False
         self._held = True
+        self._scheduler.acquire()
         return True
 
     def release(self) -> None:
@@ -181,6 +182,7 @@ class SimulatedSemaphore:
         self._scheduler.fence()
         self._count += 1
         if not self._is_fence:
+            self._scheduler.act()
             self._scheduler.change()
         self._scheduler.touch(self)
         self._scheduler.switch("post")

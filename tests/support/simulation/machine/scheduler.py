@@ -99,9 +99,13 @@ class Scheduler:
         self.on_rank: Callable[[int], object] = bool
         """Called with a rank that gets the turn from another one."""
         self.fence: Callable[[], object] = bool
-        """What the rank that has the turn has written is visible to all."""
+        """What the rank that has the turn has written is visible to all, and what it reads is not older than this."""
+        self.acquire: Callable[[], object] = bool
+        """What the rank that has the turn reads is not older than this."""
         self.holds: list[tuple[int, int, float]] = []
         """After so many points a rank is held up for so long: by another program, by a signal. Sorted."""
+        self.acts: dict[tuple[int, int], float] = {}
+        """By rank, and by how often it has done what others can see: it is held up just then, for so long."""
         self.events: list[tuple[int, Callable[[], object]]] = []
         """What is called after so many points, by whoever has the turn. Sorted."""
         self.changes = 0  # Of anything that others may wait for, so far
@@ -117,6 +121,7 @@ class Scheduler:
         self._over = threading.Event()
         self._living = 0  # Have not ended, and are not lost
         self._lost: list[SimulatedThread] = []
+        self._acted: dict[int, int] = {}  # By rank
         self._runnable: list[SimulatedThread] = []
         self._blocked: dict[Hashable, list[SimulatedThread]] = {}  # By key
         self._touched: list[Hashable] = []
@@ -235,6 +240,7 @@ class Scheduler:
             if until is not None:
                 self._limit(me, until)
             self._hand_on(me)
+        self.acquire()
         return True
 
     def touch(self, key: Hashable) -> None:
@@ -247,6 +253,16 @@ class Scheduler:
         self.changes += 1
         if self.current is not None:
             self.current.own_changes += 1
+
+    def act(self) -> None:
+        """Who has the turn does what others can see, or will see."""
+        if self.acts and self.current is not None:
+            rank = self.current.rank
+            self._acted[rank] = self._acted.get(rank, 0) + 1
+            seconds = self.acts.pop((rank, self._acted[rank]), None)
+            if seconds is not None:
+                self.hold(rank, seconds)
+                self.hurry()
 
     def clock(self) -> float:
         """Virtual seconds; to look at the clock takes some."""
@@ -284,6 +300,10 @@ class Scheduler:
         """Let so much time pass."""
         self.block(_never, self.now + seconds, "sleep")
         self._moved_at = self.now
+
+    def sleep_between(self, seconds: float) -> None:
+        """The thread that has the turn is without a core for so long, wherever it is; others of its rank go on."""
+        self.block(_never, self.now + seconds, "is without a core")
 
     def hold(self, rank: int, seconds: float) -> None:
         """Let no thread of a rank go on for so long."""

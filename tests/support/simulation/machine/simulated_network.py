@@ -89,6 +89,8 @@ def mpi_call(method: Callable[Concatenate[C, P], R]) -> Callable[Concatenate[C, 
         try:
             network.scheduler.switch(what)
             network.endpoints[owner].progress()
+            # Who finds a message there finds what was written before it was sent.
+            network.scheduler.acquire()
             return method(caller, *arguments, **named)
         finally:
             network.leave(owner)

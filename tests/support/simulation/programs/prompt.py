@@ -6,6 +6,7 @@ wake-up that was forgotten: a rank that was not woken finds out by itself, at it
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,7 @@ from support.simulation.programs.calls import BLOCKING, DTYPES, IN_PLACE_LENGTH,
 from support.simulation.programs.parts import expect
 
 AWAY_SECONDS = 1.0
+LATE_SECONDS = 50e-6, 5e-3
 PROMPT_SECONDS = 0.2
 """What the operations of this file take at most in a job in which no rank is held up."""
 
@@ -29,6 +31,8 @@ class Round:
     """The lengths of reductions that are under way meanwhile; nobody waits for them."""
     away: list[int]
     """The ranks that stay away afterwards."""
+    late: dict[int, float]
+    """Ranks that come later to the last of the operations, and by how many seconds: others are about to sleep then."""
 
     @property
     def limit(self) -> float:
@@ -50,11 +54,13 @@ class Prompt:
         for _ in range(draw.randint(1, 4)):
             what = draw.choice(BLOCKING + ("allreduce_",) * 6)
             name = draw.choice([None, "loss", what])
-            length = draw.choice((*LENGTHS, IN_PLACE_LENGTH))
+            length = draw.choice((*LENGTHS, *[IN_PLACE_LENGTH] * 3))
             call = Call(what, name, length, draw.choice(DTYPES), draw.randrange(size), "", 0, 1)
             begun = draw.choices(LENGTHS, k=draw.choice([0, 0, 1, 2]))
             away = draw.sample(range(size), draw.choice([1, 1, size - 1, size]))
-            rounds.append(Round(call, draw.choice([1, 2, 3, 5]), begun, away))
+            late = draw.sample(range(size), draw.choice([0, 1, 1, size - 1]))
+            seconds = {rank: math.exp(draw.uniform(*map(math.log, LATE_SECONDS))) for rank in late}
+            rounds.append(Round(call, draw.choice([1, 2, 3, 5]), begun, away, seconds))
         return cls(rounds)
 
     def __call__(self, hvd: Any, rank: int) -> str | None:
@@ -76,6 +82,8 @@ class Prompt:
         began = system.monotonic()
         for _ in range(this.times - 1):
             caller.take(this.call, number)
+        if rank in this.late:
+            system.sleep(this.late[rank])
         # Just before the last one, which may be through earlier: inline calls pass by the queue.
         handles = [
             hvd.allreduce_async_(torch.full((length,), float(rank)), op=hvd.Sum, name=f"{number}.{place}")

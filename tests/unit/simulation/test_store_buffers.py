@@ -1,0 +1,119 @@
+"""What ranks see of each other's words: the litmus tests of the literature, over many seeds.
+
+Source: Alglave et al., Herding Cats, TOPLAS 36(2), 2014: MP, SB, CoRR.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from support.simulation.machine.job import simulate
+from support.simulation.machine.store_buffers import Order
+
+from hvlike.system.system import system
+from hvlike.transport.memory.doorbell import Fence
+
+SEEDS = range(200)
+Ends = set[tuple[int, ...]]
+Program = Callable[[Any, Callable[[], object]], tuple[int, ...]]
+"""(the words of all, a fence): what the rank has read."""
+
+
+def ends(stores: Order, *programs: Program) -> Ends:
+    """What the ranks have read, in the order of the ranks, in all jobs."""
+    found = set()
+    for seed in SEEDS:
+        memory: list[Any] = []
+
+        def program(hvd: Any, rank: int, memory: list[Any] = memory) -> tuple[int, ...]:
+            if not memory:
+                memory.append(system.private(64))
+            return programs[rank](system.words(memory[0], 0, 8), Fence())
+
+        ranks = list(range(len(programs)))
+        end = simulate(program, [ranks], seed, points_per_switch=2.0, stores=stores)
+        found.add(tuple(value for each in end.ranks for value in each.result))
+    return found
+
+
+def write(*, fence: bool) -> Program:
+    """Write a value, and then that it is there."""
+
+    def program(words: Any, order: Callable[[], object]) -> tuple[int, ...]:
+        words[0] = 1
+        if fence:
+            order()
+        words[1] = 1
+        return ()
+
+    return program
+
+
+def read(*, fence: bool) -> Program:
+    """Read whether it is there, and then the value."""
+
+    def program(words: Any, order: Callable[[], object]) -> tuple[int, ...]:
+        there = words[1]
+        if fence:
+            order()
+        return there, words[0]
+
+    return program
+
+
+@pytest.mark.parametrize(("fences", "stores", "may_miss"), [
+    ((False, False), "at once", False),
+    ((False, False), "in order", False),
+    ((False, False), "reordered", True),
+    ((True, False), "reordered", True),
+    ((False, True), "reordered", True),
+    ((True, True), "reordered", False),
+])  # fmt: skip
+def test_who_sees_a_flag_sees_what_was_written_before_it(
+    fences: tuple[bool, bool], stores: Order, may_miss: bool
+) -> None:
+    found = ends(stores, write(fence=fences[0]), read(fence=fences[1]))
+    assert found - {(1, 0)} == {(0, 0), (0, 1), (1, 1)}
+    assert ((1, 0) in found) is may_miss
+
+
+def announce(mine: int, other: int, *, fence: bool) -> Program:
+    """Say that this rank is here, and look whether the other one is."""
+
+    def program(words: Any, order: Callable[[], object]) -> tuple[int, ...]:
+        words[mine] = 1
+        if fence:
+            order()
+        return (words[other],)
+
+    return program
+
+
+@pytest.mark.parametrize(("fence", "stores", "may_miss"), [
+    (False, "at once", False),
+    (False, "in order", True),
+    (False, "reordered", True),
+    (True, "in order", False),
+    (True, "reordered", False),
+])  # fmt: skip
+def test_of_two_that_announce_themselves_one_sees_the_other(fence: bool, stores: Order, may_miss: bool) -> None:
+    found = ends(stores, announce(0, 1, fence=fence), announce(1, 0, fence=fence))
+    assert {(0, 1), (1, 0)} <= found
+    assert ((0, 0) in found) is may_miss
+
+
+@pytest.mark.parametrize("stores", ["in order", "reordered"])
+def test_a_word_never_goes_back(stores: Order) -> None:
+    def count(words: Any, order: Callable[[], object]) -> tuple[int, ...]:
+        for value in range(1, 5):
+            words[0] = value
+        return ()
+
+    def look(words: Any, order: Callable[[], object]) -> tuple[int, ...]:
+        return tuple(words[0] for _ in range(6))
+
+    found = ends(stores, count, look)
+    assert len(found) > 10
+    assert all(list(each) == sorted(each) for each in found)
