@@ -7,8 +7,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.simulation.machine.mpi_alone import (
+    LARGE,
+    ONE_NODE,
+    TWO_NODES,
+    Program,
+    numbers,
+    poll,
+    run,
+    run_threads,
+)
 from support.simulation.machine.simulated_mpi import ProcessEnded, SimulatedMpi
-from support.simulation.machine.turns import LARGE, ONE_NODE, TWO_NODES, Program, Turns, numbers, poll, run
 
 # -- collectives ------------------------------------------------------------------------------------
 
@@ -57,7 +66,7 @@ def test_a_root_runs_ahead_only_if_asked_to(ahead: bool) -> None:
     if ahead:
         job()
     else:
-        with pytest.raises(AssertionError, match=r"all wait: rank 0 in mpi\.bcast, rank 1 in mpi\.Wait"):
+        with pytest.raises(AssertionError, match=r"rank 0 main: mpi\.bcast\nrank 1 main: mpi\.Wait"):
             job()
 
 
@@ -193,15 +202,12 @@ def test_mistakes_are_refused(mistake: Program, text: str) -> None:
 
 
 def test_two_threads_of_a_rank_must_not_call_at_the_same_time() -> None:
-    def call(job: SimulatedMpi) -> None:
+    def call(mpi: Any) -> None:
         for _ in range(10):
-            job.module(0).COMM_WORLD.Iprobe()
+            mpi.COMM_WORLD.Iprobe()
 
     def run_both(level: int) -> None:
-        scheduler = Turns([0, 0], seed=0)
-        job = SimulatedMpi(scheduler, [[0]])
-        job.thread_level = level
-        scheduler.run([lambda: call(job)] * 2)
+        run_threads([[0]], [(0, call), (0, call)], prepare=lambda job: vars(job).update(thread_level=level))
 
     run_both(3)
     with pytest.raises(AssertionError, match="a thread of rank 0 calls Iprobe while another one is in Iprobe"):

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.simulation.machine.mpi_alone import LARGE, ONE_NODE, TWO_NODES, numbers, poll, run
 from support.simulation.machine.simulated_mpi import MpiError, SimulatedMpi
-from support.simulation.machine.turns import LARGE, ONE_NODE, TWO_NODES, numbers, poll, run
 
 from hvlike.backends.network.network import pairwise_alltoall
 from hvlike.backends.network.offers import Offers
@@ -207,8 +207,7 @@ def lose(mpi: Any) -> None:
     """End the process of this rank here."""
     job = mpi.job
     job.lose(mpi.job_rank)
-    job.scheduler.dead.add(mpi.job_rank)
-    job.scheduler.block(lambda: False, None, "lost")
+    job.scheduler.lose(mpi.job_rank)
 
 
 def test_what_a_lost_rank_had_sent_arrives_if_it_was_buffered() -> None:
@@ -245,7 +244,7 @@ def test_what_the_threads_of_a_lost_rank_still_call_has_no_effect() -> None:
         mpi.job.lose(0)
         mpi.COMM_WORLD.Isend(b"x", 0)
 
-    with pytest.raises(AssertionError, match=r"all wait: rank 0 in mpi\.Isend"):
+    with pytest.raises(AssertionError, match=r"rank 0 main: mpi\.Isend"):
         run([[0]], program)
     assert lines == ["lost rank 0"]
 
@@ -282,7 +281,7 @@ def test_a_collective_that_a_lost_rank_has_called_is_not_over() -> None:
 
 
 def test_who_waits_for_a_lost_rank_waits_for_ever() -> None:
-    with pytest.raises(AssertionError, match=r"all wait: rank 1 in mpi\.Barrier"):
+    with pytest.raises(AssertionError, match=r"rank 1 main: mpi\.Barrier"):
         run([[0, 1]], lose, lambda mpi: mpi.COMM_WORLD.Barrier())
 
 
