@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from importlib import abc, import_module
+from importlib import import_module
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -83,7 +83,7 @@ class Finder:
         return ModuleSpec(name, Loader(sys.modules[name])) if name in sys.modules else found
 
 
-class Loader(abc.Loader):
+class Loader:
     """Gives a module that is there already."""
 
     def __init__(self, module: ModuleType) -> None:
