@@ -57,7 +57,7 @@ SHORT_BYTES = 64 << 10  # Shorter runs are packed: to copy them costs less than 
 BUFFER_BYTES = 16 << 20  # About how much memory the messages in flight take, at any number of ranks
 
 HEADER = struct.Struct("<QQ")  # The stamp of the reduction; whether the rank is active
-GIVEN_UP = 0  # In place of the stamp: the sender has met another one
+GIVEN_UP = 0x676976656E207570  # In place of the stamp: the sender has met another one. No memory holds it by chance
 CONTRIBUTION_TAG, _RESULT_TAG = 1, 2
 
 

@@ -18,14 +18,17 @@ PLANTS = [
     plant(
         "a driver that leaves does not look whether it was rung",
         (BELL, "            pass\n        return self.rung()\n", "            pass\n        return False\n"),
+        kinds=("bells",),
     ),
     plant(
         "who rings looks only once who drives",
         (BELL, "        if self._words[_DRIVEN] != driven:\n            self._posts[1 - driven]()\n", ""),
+        kinds=("bells",),
     ),
     plant(
         "a driver does not say that it sleeps",
         (BELL, "        self._words[_ASLEEP] = how\n        self._fence()\n", "        self._fence()\n"),
+        kinds=("bells",),
     ),
     plant(
         "a driver that leaves takes what was posted before all see that it has left",
@@ -34,14 +37,17 @@ PLANTS = [
             "        with self._fence.barrier:\n            pass\n        return self.rung()",
             "        return self.rung()",
         ),
+        kinds=("bells",),
     ),
     plant(
         "a driver sleeps before all see that it does",
         (BELL, "        self._words[_ASLEEP] = how\n        self._fence()\n", "        self._words[_ASLEEP] = how\n"),
+        kinds=("bells",),
     ),
     plant(
         "others see that a rank has arrived before they see at what",
         (SYNC, "        self.region.order()\n        words[ARRIVED] = number\n", "        words[ARRIVED] = number\n"),
+        kinds=("bells",),
     ),
     plant(
         "a driver sleeps without a last look",
@@ -50,18 +56,22 @@ PLANTS = [
             "            self._wait = self._advance(self._bell.rung())\n            if self._wait is Wait.AGAIN:\n",
             "            if self._wait is Wait.AGAIN:\n",
         ),
+        kinds=("bells",),
     ),
     plant(
         "a thread that runs an item keeps a ring that was for the loop",
         (LOOP, "            unheard = not summoned if called() else", "            unheard = False if called() else"),
+        kinds=("bells",),
     ),
     plant(
         "who waits beside the background thread does not wake it",
         (LOOP, "                if self._inbox or self._in_background:\n", "                if False:\n"),
+        kinds=("bells",),
     ),
     plant(
         "a rank leaves a reduction before the others have done their part",
         (SYNC, "            while words[DEPARTED] < number:\n", "            while False:\n"),
+        kinds=("bells",),
     ),
     plant(
         "a rank reaches into memory of ranks that are not there",
@@ -285,7 +295,6 @@ PLANTS = [
         ("torch_distributed/point_to_point.py", "if self.ranks[position] not in in_order]", "]"),
         kinds=("torch",),
     ),
-    # No job has found these yet.
     plant(
         "who advances a counter looks for sleepers before all see it",
         (
@@ -293,10 +302,12 @@ PLANTS = [
             "        with self.fence.barrier:\n            pass\n        for bell in self.sleepers:\n",
             "        for bell in self.sleepers:\n",
         ),
+        kinds=("bells",),
     ),
     plant(
         "a driver leaves while something runs, and wakes nobody",
         (LOOP, "        elif again or self._inbox or self._tasks:\n", "        elif again:\n"),
+        kinds=("prompt",),
     ),
     plant(
         "a rank that departs wakes nobody",
@@ -305,7 +316,9 @@ PLANTS = [
             "        region.mine.words[DEPARTED] = number\n        region.notify_if_sleeping()\n",
             "        region.mine.words[DEPARTED] = number\n",
         ),
+        kinds=("bells",),
     ),
+    # No job has found these yet.
     plant(
         "others hear of a join before there is what stands in for this rank",
         (

@@ -39,6 +39,7 @@ MOST_SECONDS = 300.0
 # 0.25 s, was missed.
 LONGEST_REST_SECONDS = 0.2
 SHORT_HOLD_SECONDS = 0.01
+CLOCK_KINDS = ("prompt", "bells")
 PROMPT_KINDS = ("named", "calls", "threads", "planned", "join", "autograd", "torch")
 
 
@@ -90,10 +91,12 @@ class Draw:
             (round(math.exp(draw.uniform(2.5, 6.5))), draw.randrange(size), draw.choice([0.01, 0.01, 4.0]))
             for _ in range(draw.choice([0, 0, 1, 2]))
         ]
-        if kind == "prompt":
+        if kind in CLOCK_KINDS:
             # Others sleep by then, and the clock is still looked at.
             holds, acts = ([(when, rank, SHORT_HOLD_SECONDS) for when, rank, _ in each] for each in (holds, acts))
-            statements = 0.0
+            statements = max(statements, 300.0 * (statements > 0))
+        if kind == "bells":
+            places = [list(range(size))]
         return cls(seed, kind, places, switches, holds, shares_cores, network, order, statements, acts)
 
     @property
@@ -143,7 +146,7 @@ def what_is_wrong(end: JobEnd, job: Draw) -> str | None:
     is_held = any(seconds > SHORT_HOLD_SECONDS for *_, seconds in (*job.holds, *job.acts))
     if end.longest_rest > LONGEST_REST_SECONDS and job.kind in PROMPT_KINDS and not is_held:
         return f"all ranks have slept for {end.longest_rest:.3f} virtual seconds: somebody was not woken"
-    if job.kind == "prompt":
+    if job.kind in CLOCK_KINDS:
         return next((each.result for each in end.ranks if each.result), None)
     return None
 

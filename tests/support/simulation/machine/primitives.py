@@ -8,6 +8,8 @@ from typing import Any
 
 from support.simulation.machine.scheduler import Scheduler, SimulatedThread
 
+BETWEEN = 0.05  # How often others go on just after a look
+
 
 def _limit(scheduler: Scheduler, seconds: float | None) -> float | None:
     return None if seconds is None or seconds < 0 else scheduler.now + seconds
@@ -192,6 +194,10 @@ class SimulatedSemaphore:
         """Take one, if there is one; else this is no fence, but a look alone (glibc's sem_trywait)."""
         self._scheduler.switch("take")
         if not self._count:
+            if self._scheduler.random.random() < BETWEEN:
+                # Others may go on before this rank's stores are seen, too, which a lock that is released shows.
+                self._scheduler.hurry()
+                self._scheduler.switch("took nothing")
             return -1
         self._scheduler.fence()
         self._count -= 1

@@ -4,6 +4,7 @@
     calls      every call of the API, polled, waited for late or never, from two threads, in sessions
     inline     reductions in the calling thread, for which ranks are late
     threads    operations that the threads of each rank divide in another way
+    bells      the loop, doorbells and counters of work alone; who is late was not woken
     prompt     operations after which ranks stay away; who is late was not woken
     planned    training with DistributedOptimizer, with local passes and frozen layers
     join       ranks with different numbers of inputs, by Join and by hvd.join()
@@ -26,6 +27,7 @@ from __future__ import annotations
 from typing import Any
 
 from support.simulation.programs.autograd import Autograd
+from support.simulation.programs.bells import Bells
 from support.simulation.programs.calls import Calls, Inline, Threads
 from support.simulation.programs.collectives import Mistaken, Named, Planned, Stuck, Uneven
 from support.simulation.programs.elastic import Elastic
@@ -42,6 +44,7 @@ KINDS: dict[str, Any] = {
     "calls": Calls,
     "inline": Inline,
     "threads": Threads,
+    "bells": Bells,
     "prompt": Prompt,
     "planned": Planned,
     "join": Uneven,
