@@ -228,7 +228,7 @@ PLANTS = [
             "        elif number not in self._ended:\n",
             "        elif number > max(self.controllers, default=-1):\n",
         ),
-        kinds=("lost", "torch"),
+        kinds=("torch",),
     ),
     plant(
         "a rank judges the other nodes by what it has heard itself",

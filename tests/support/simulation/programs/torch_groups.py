@@ -35,6 +35,7 @@ COLLECTIVES = (
     "barrier",
 )
 WAITS = ("wait", "look", "future")
+AFTER = ("nothing", "objects", "ring", "anyone", "hvlike", "process set", "monitored")
 
 
 @dataclass(frozen=True)
@@ -179,7 +180,7 @@ class Torch:
                     operations.append(Operation(number, what, group, length, root, target, how))
                     number += 1
                 rounds.append(operations)
-            after = [draw.choice(["nothing", "objects", "ring", "anyone", "hvlike", "monitored"]) for _ in rounds]
+            after = [draw.choice(AFTER) for _ in rounds]
             runs.append(Run(groups, rounds, after, draw.random() < 0.3))
         return cls(seed, runs)
 
@@ -260,5 +261,13 @@ def meet(hvd: Any, rank: int, how: str, tag: int) -> None:
     elif how == "hvlike":
         total = hvd.allreduce(torch.full((3,), float(rank)), op=hvd.Sum, name="beside")
         assert total.tolist() == [size * (size - 1) / 2] * 3
+    elif how == "process set" and size > 2:
+        # Made later than the groups, it has a lower number than theirs.
+        members = hvd.add_process_set(hvd.ProcessSet(range(size - 1)))
+        if members.included():
+            mine = torch.full((3,), float(rank))
+            total = hvd.allreduce_async(mine, op=hvd.Sum, name="in the set", process_set=members).result()
+            assert total.tolist() == [(size - 1) * (size - 2) / 2] * 3
+        assert hvd.remove_process_set(members)
     elif how == "monitored":
         dist.monitored_barrier()
