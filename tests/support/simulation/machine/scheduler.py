@@ -18,7 +18,11 @@ import threading
 import traceback
 from collections.abc import Callable, Hashable
 from heapq import heappop, heappush
+from pathlib import Path
 
+import hvlike
+
+HVLIKE = f"{Path(hvlike.__file__).parent}/"
 TICK_SECONDS = 4e-6  # What passes at a point, or when somebody looks at the clock: Python takes about as long
 POLLED = "polled"
 CHANGED = "changed"
@@ -68,9 +72,9 @@ class SimulatedThread:
         frame = sys._current_frames().get(self.ident)
         places = [] if frame is None else traceback.extract_stack(frame)
         return [
-            f"    {each.filename.rpartition('/hvlike/')[2]}:{each.lineno} {each.name}"
+            f"    {each.filename.removeprefix(HVLIKE)}:{each.lineno} {each.name}"
             for each in places
-            if "/hvlike/" in each.filename
+            if each.filename.startswith(HVLIKE)
         ]
 
     def __str__(self) -> str:

@@ -9,15 +9,11 @@ from __future__ import annotations
 
 import sys
 from bisect import insort
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from support.simulation.machine.scheduler import Scheduler
+from support.simulation.machine.scheduler import HVLIKE, Scheduler
 
-import hvlike
-
-HVLIKE = str(Path(hvlike.__file__).parent)
 MOST_STATEMENTS = 40.0  # From the point to where the core is taken: so many on average, or fewer
 SHORTEST_SECONDS, LONGEST_SECONDS = 10e-6, 5e-3
 """For how long the core is away."""
