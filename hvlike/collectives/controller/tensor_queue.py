@@ -60,7 +60,7 @@ _EPOCH_BITS = 32
 
 
 class TensorQueue:
-    __slots__ = ("_rank", "_threads", "board", "closed", "entered", "here", "last", "lock", "requests")
+    __slots__ = ("_in_backward", "_rank", "_threads", "board", "closed", "entered", "here", "last", "lock", "requests")
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
@@ -73,6 +73,7 @@ class TensorQueue:
         self.last: tuple[RequestKey, CallSite | str, float] | None = None  # Asked for last, where and when
         self.here = _Here()
         self._threads: set[threading.Thread] = set()
+        self._in_backward: set[int] = set()  # Numbers of autograd's threads, which live as long as the process
 
     def enter(self, request: Request, *, counted: bool) -> None:
         """A request begins; counted: an inline attempt has numbered it before. Raises: DuplicateNameError, `closed`."""
@@ -138,6 +139,7 @@ class TensorQueue:
             return
         self.here.is_known = True
         if calling_thread() is None:
+            self._in_backward.add(threading.get_ident())
             return
         self._threads.add(threading.current_thread())
         if len(self._threads) > MANY_THREADS:
@@ -152,9 +154,12 @@ class TensorQueue:
             if not thread.is_alive():
                 self._threads.discard(thread)
         others = {*self._threads, *system.lasting_threads()} - {threading.current_thread()}
-        if calling_thread() is None and len(callers := [each for each in others if _waits_for_backward(each)]) == 1:
-            # It has called the pass in which this thread asks, and does nothing until that has ended.
-            others.difference_update(callers)
+        # With several GPUs another thread of autograd may ask for something in the same pass.
+        if calling_thread() is None and len(self._in_backward) == 1:
+            callers = [each for each in others if _waits_for_backward(each)]
+            if len(callers) == 1:
+                # It has called the pass in which this thread asks, and does nothing until that has ended.
+                others.difference_update(callers)
         return not others
 
 

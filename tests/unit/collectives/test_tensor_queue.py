@@ -135,8 +135,11 @@ def test_a_thread_with_the_number_of_one_that_has_ended_is_another() -> None:
 # -- threads of autograd, of which it has one for each GPU -------------------------------------------
 
 
-def in_backward(ask: Callable[[], bool], *, callers: int) -> bool:
-    """What `ask` returns in a thread of autograd, when so many threads of the program wait for a backward pass."""
+def in_backward(ask: Callable[[], bool], over: threading.Event, *, callers: int) -> bool:
+    """What `ask` returns in a thread of autograd, when so many threads of the program wait for a backward pass.
+
+    over: that thread lives until then.
+    """
     found: list[bool] = []
     ends = [threading.Lock() for _ in range(callers)]
 
@@ -147,6 +150,7 @@ def in_backward(ask: Callable[[], bool], *, callers: int) -> bool:
         doubled = 2 * torch.ones(1, requires_grad=True)
         doubled.register_hook(lambda gradient: found.append(ask()))
         doubled.backward()
+        over.wait(20)
 
     for end in ends:
         end.acquire()
@@ -171,8 +175,13 @@ def test_who_waits_for_a_backward_pass_asks_for_nothing_beside_it(monkeypatch: p
         tensor_queue.notice(("allreduce", "x"), find_call_site())
         return tensor_queue.has_one_thread()
 
-    assert in_backward(ask, callers=1)
-    # It may be the other one that has called this pass.
-    assert not in_backward(ask, callers=2)
+    over = threading.Event()
+    assert in_backward(ask, over, callers=1)
     # Autograd's thread lives on, and asks for nothing by itself.
     assert tensor_queue.has_one_thread()
+    # Of another GPU: the first one may ask for something in the same pass.
+    assert not in_backward(ask, over, callers=1)
+    tensor_queue = TensorQueue(0)
+    # It may be the other one that has called this pass.
+    assert not in_backward(ask, over, callers=2)
+    over.set()
