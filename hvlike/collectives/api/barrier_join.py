@@ -15,6 +15,7 @@ import torch
 
 from hvlike.backends.arithmetic.reduce_op import ReduceOp
 from hvlike.backends.base import Backend
+from hvlike.backends.cuda.device_backend import DeviceBackend
 from hvlike.backends.op_queue import Job
 from hvlike.collectives.api.allreduce import allreduce_async
 from hvlike.collectives.compression import Mark
@@ -119,18 +120,18 @@ def end_join(set_states: list[ProcessSetState], ends: list[JoinEnd]) -> None:
     for set_state, end in pairs:
         set_state.controller.wait(JOIN_KEY, partial(set_state.proxies.settled, end.plans), None, certain=False)
     errors: list[BaseException | None] = []
-    fences: list[Callable[[], None]] = []
+    devices: list[DeviceBackend] = []
 
     def end_all() -> None:
         for set_state, end in pairs:
             error = set_state.proxies.error()
-            fences.extend(set_state.proxies.end(end.plans, end.spare_queues))
+            devices.extend(set_state.proxies.end(end.plans, end.spare_queues))
             errors.append(error)
 
     loop.post(end_all, wake=False)
     loop.wait(lambda: len(errors) == len(pairs))
-    for fence in fences:
-        fence()
+    for device in devices:
+        device.fence()()
     error = next(filter(None, errors), None)
     if error is not None:
         raise error if isinstance(error, HorovodInternalError) else HorovodInternalError(str(error)) from error

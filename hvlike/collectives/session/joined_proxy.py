@@ -19,7 +19,7 @@ from weakref import WeakMethod
 import torch
 
 from hvlike.backends.base import Backend
-from hvlike.backends.cuda.device_backend import on_device
+from hvlike.backends.cuda.device_backend import DeviceBackend, on_device
 from hvlike.backends.cuda.runtime import Event
 from hvlike.backends.op_queue import OpQueue, OpQueues
 from hvlike.collectives.compression import Mark
@@ -321,15 +321,15 @@ class JoinedProxies:
         """True when all proxies of these plans have seen the step without an active rank."""
         return all(each.finished for each in list(self._by_name.values()) if each.serial in plans)
 
-    def end(self, plans: frozenset[int], spare_queues: frozenset[int]) -> list[Callable[[], None]]:
+    def end(self, plans: frozenset[int], spare_queues: frozenset[int]) -> list[DeviceBackend]:
         """All have joined: go on alike. Plans are forgotten, their queues spare, on every rank. In the loop.
 
-        Returns what the thread that has joined calls before it goes on: its stream waits for what stood in for it.
+        Returns those for which the stream of the thread that has joined has to wait: proxies have used its tensors.
         """
         missed = self.missed
         proxies, self._by_name = self._by_name, {}
         used, self._used = self._used, {}
-        fences = [queue.device.fence() for queue in used.values() if queue.device is not None]
+        healthy_queues = [queue for queue in used.values() if queue.broken is None]
         self._missed = missed
         healthy = set(spare_queues)
         for proxy in proxies.values():
@@ -341,7 +341,7 @@ class JoinedProxies:
             each.forget()
         self._queues.set_spare(healthy)
         self._controller.steps.clear()
-        return fences
+        return [queue.device for queue in healthy_queues if queue.device is not None]
 
     def steps(self) -> dict[str, int]:
         """How many steps of each plan this rank has entered and can complete, whatever its program does now."""
@@ -351,7 +351,7 @@ class JoinedProxies:
     def give_up(self) -> None:
         for proxy in list(self._by_name.values()):
             proxy.cancel()
-        self._by_name = {}
+        self._by_name, self._used = {}, {}
         for each in list(self.planned):
             each.forget()
 

@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from hvlike.collectives.compression import CompressorLike
-from hvlike.collectives.controller.tensor_queue import calling_thread
 from hvlike.collectives.session.basics import rank
 from hvlike.collectives.session.context import Context
 from hvlike.errors import DataParallelError, UsageError
@@ -102,8 +101,7 @@ class ModuleGradients(Gradients):
 
     def _new_name(self, context: Context) -> str:
         # Of two models of one class all names are the same.
-        thread = calling_thread() or self._used_in
-        return self.reduction.automatic_name(context, self, self._inside(), {}, IN_ONE_THREAD, thread)
+        return self.reduction.automatic_name(context, self, self._inside(), {}, IN_ONE_THREAD, self._thread())
 
     def set_static_graph(self) -> None:
         if self._pending or self._under_way or self._missing is not None or self.reducer is not None:
@@ -139,7 +137,7 @@ class ModuleGradients(Gradients):
                 self._complete()
         if self.name is None:
             # Backward, which takes the name, may run in threads of autograd.
-            self._used_in = calling_thread() or self._used_in
+            self._used_in = self._thread()
         missing, self._missing = self._missing, None
         if self._hooks.lost:
             super().take_back()

@@ -54,7 +54,7 @@ class Gradients(ReducedParameters):
         self.keep_local = False  # Inside no_sync(): arrivals are not reduced
         self.backward_passes_per_step = check_passes(backward_passes_per_step)
         self.divides_by_active = False  # In averages; else ranks that have joined count as zeros
-        self._used_in = threading.current_thread()  # The thread of the program
+        self._used_in = threading.current_thread()  # The thread of the program; see `_thread`
         self.name: str | None = None  # What the ranks match this optimizer by; known from its first reduction on
         self.tuner: Tuner | None = None
         self._waiting: list[GradState] = []
@@ -72,8 +72,12 @@ class Gradients(ReducedParameters):
         self.name = self._new_name(self._context)
 
     def _new_name(self, context: Context) -> str:
-        thread, advice = calling_thread() or self._used_in, usage_errors.SEVERAL_THREADS
-        return self.reduction.automatic_name(context, self, self._inside(), self.given_names, advice, thread)
+        advice = usage_errors.SEVERAL_THREADS
+        return self.reduction.automatic_name(context, self, self._inside(), self.given_names, advice, self._thread())
+
+    def _thread(self) -> threading.Thread:
+        """The thread of the program in which it is used, also where autograd calls this in one of its own."""
+        return calling_thread() or self._used_in
 
     def _inside(self) -> str:
         """What is wrapped, for names: the class of an optimizer, and its first parameter if that has a name."""

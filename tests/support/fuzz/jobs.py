@@ -12,6 +12,7 @@ from multiprocessing.connection import Connection, Listener, wait
 from pathlib import Path
 from typing import Any
 
+import torch
 from support.fuzz.outcomes import Failure, Outcome
 from support.fuzz.programs import Program, Setting
 from support.job import STARTUP, RunningJob, start_job
@@ -90,7 +91,7 @@ class Job:
             environment |= {} if self._hvlike is None else {"PYTHONPATH": f"{self._hvlike}{os.pathsep}{STARTUP}"}
             with Listener(address, family="AF_UNIX", backlog=self.ranks) as listener:
                 arguments = [address, self._device] if self._device else [address]
-                between = OWN_HOST if self._device else ()
+                between = OWN_HOST if self._device and torch.cuda.device_count() < self.ranks else ()
                 self._running = start_job(RANK, self.ranks, args=arguments, env=environment, between=between)
                 self._accept(listener)
         if self._setting != setting:

@@ -55,8 +55,8 @@ class Draw:
     shares_cores: bool  # All ranks have one core
     network: dict[str, bool | int]  # Attributes of the simulated MPI
     stores: Order = "at once"
-    statements: float = 0.0
-    acts: list[tuple[int, int, float]] = field(default_factory=list)
+    statements: float = 0.0  # After so many points a thread loses its core between two; 0: never
+    acts: list[tuple[int, int, float]] = field(default_factory=list)  # As `holds`, by what others can see of the rank
 
     @classmethod
     def of(cls, seed: int, kinds: Sequence[str], ranks: range, nodes: range) -> Draw:
