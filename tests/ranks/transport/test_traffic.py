@@ -20,6 +20,16 @@ def sent_during(work: Any) -> Sent:
     return current().fabric.traffic.snapshot() - before
 
 
+def is_traffic_of_a_reduction(sent: int, tensor: int, size: int) -> bool:
+    """Whether a rank that sent that many bytes may have reduced a tensor of that many bytes.
+
+    Every rank sends its contributions to all shards but its own, and its own shard to all others; or all that it has
+    to each other, or to one after the other: ranks that share cores may measure a network of high latency.
+    """
+    shares = 2 * (size - 1) / size, size - 1, math.log2(size)
+    return min(abs(sent - share * tensor) for share in shares) <= 16 * size
+
+
 def test_the_difference_of_two_moments_leaves_out_what_did_not_change() -> None:
     traffic = Traffic()
     traffic.control.update(["ready", "mailbox"])
@@ -83,11 +93,8 @@ def test_data_on_one_node_is_no_message(hvd: ModuleType) -> None:
 def test_data_between_nodes_is_counted_with_its_bytes(hvd: ModuleType, alone_on_a_node: None) -> None:
     size = hvd.size()
     sent = sent_during(lambda: hvd.allreduce(torch.ones(1 << 20)))
-    # Every rank sends its contributions to all shards but its own, and its own shard to all others; or all that it has
-    # to each other, or to one after the other: ranks that share cores may measure a network of high latency.
-    shares = 2 * (size - 1) / size, size - 1, math.log2(size)
     assert sent.data_messages >= size - 1
-    assert min(abs(sent.data_bytes - share * (4 << 20)) for share in shares) < 1024
+    assert is_traffic_of_a_reduction(sent.data_bytes, 4 << 20, size)
 
 
 @pytest.mark.mpi(min_size=2)
@@ -115,5 +122,6 @@ def test_compressed_gradients_are_half_the_bytes(hvd: ModuleType, alone_on_a_nod
     # Small ones of more than two nodes are MPI's own sums, in float32.
     for elements in (100, 50_000, 1_000_000) if hvd.size() == 2 else (1_000_000,):
         whole, half = step(elements, hvd.Compression.none), step(elements, hvd.Compression.bf16)
-        assert half.data_messages <= whole.data_messages
-        assert half.data_bytes <= 0.5 * whole.data_bytes + 16 * hvd.size()
+        # Half as many bytes may be sent in another way.
+        assert is_traffic_of_a_reduction(whole.data_bytes, 4 * elements, hvd.size())
+        assert is_traffic_of_a_reduction(half.data_bytes, 2 * elements, hvd.size())
