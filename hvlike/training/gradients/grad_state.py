@@ -221,9 +221,11 @@ class OneHook:
         self.slot: GradState | None = None  # The one that has a hook; None while each parameter has one
         self.seen: list[Tensor | None] | None = None  # Gradients after the newest backward pass, until taken
         self._hooks = hooks
+        self._nodes: list[Any] = []  # Without them autograd would make new ones, for parameters of any shape
 
     def begin(self, slots: Sequence[GradState], last: int) -> None:
         self.slot = slots[last]
+        self._nodes = [self._hooks.node(slot.parameter) for slot in slots]
         for slot in slots:
             if slot is not self.slot:
                 self._hooks.detach(slot.parameter)
@@ -235,6 +237,7 @@ class OneHook:
             for slot in slots:
                 if slot is not alone:
                     self._hooks.attach(slot.parameter, slot)
+        self._nodes = []
 
     def look_at_the_end(self, parameters: Sequence[Tensor]) -> None:
         """Look at the gradients of these when the backward pass that is under way has ended."""

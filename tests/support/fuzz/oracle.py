@@ -28,33 +28,52 @@ from torch import Tensor
 PATIENCE_SECONDS = 60.0
 
 
+class Unsound(Exception):
+    """A program of which nobody can say how it ends."""
+
+
+class Absent(Unsound):
+    """A rank waits for one that has left."""
+
+
 class Exchange:
-    """Gives every simulated rank of a set what all of them have brought."""
+    """Gives every simulated rank of a set what all of them have brought.
+
+    A rank is told that another does not come exactly where that has left before: else threads would decide.
+    """
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self._sets: dict[tuple[int, ...], tuple[threading.Barrier, dict[int, Any]]] = {}
-        self._lock = threading.Lock()
-        self._somebody_left = False
+        # By the ranks of a set and the number of their exchange: what each has brought.
+        self._brought: dict[tuple[tuple[int, ...], int], dict[int, Any]] = {}
+        self._numbers: dict[tuple[tuple[int, ...], int], int] = {}
+        self._left: set[int] = set()
+        self._changed = threading.Condition()
 
     def gather(self, rank: int, value: Any, ranks: Sequence[int]) -> list[Any]:
-        """Wait for all of the ranks, and return what each has brought."""
-        with self._lock:
-            barrier, brought = self._sets.setdefault(tuple(ranks), (threading.Barrier(len(ranks)), {}))
-            if self._somebody_left:
-                barrier.abort()
-        brought[rank] = value
-        barrier.wait(PATIENCE_SECONDS)
-        found = [brought[each] for each in ranks]
-        barrier.wait(PATIENCE_SECONDS)
-        return found
+        """Wait for all of the ranks, and return what each has brought.
 
-    def leave(self) -> None:
+        Raises:
+            Absent: one of them has left without it, or has not come for long.
+        """
+        together = tuple(ranks)
+        with self._changed:
+            number = self._numbers[together, rank] = self._numbers.get((together, rank), 0) + 1
+            brought = self._brought.setdefault((together, number), {})
+            brought[rank] = value
+            self._changed.notify_all()
+            self._changed.wait_for(
+                lambda: brought.keys() >= set(ranks) or (self._left - brought.keys()) & set(ranks), PATIENCE_SECONDS
+            )
+            if not brought.keys() >= set(ranks):
+                raise Absent
+            return [brought[each] for each in ranks]
+
+    def leave(self, rank: int) -> None:
         """Let no rank wait for this one any more."""
-        with self._lock:
-            self._somebody_left = True
-            for barrier, _ in self._sets.values():
-                barrier.abort()
+        with self._changed:
+            self._left.add(rank)
+            self._changed.notify_all()
 
 
 # Pickled optimizers find their world again.
@@ -64,10 +83,6 @@ _numbers = itertools.count()
 
 def _world_of(number: int) -> SimulatedWorld:
     return _worlds[number]
-
-
-class Unsound(Exception):
-    """A program of which nobody can say how it ends."""
 
 
 class SimulatedWorld:
@@ -178,7 +193,7 @@ class SimulatedWorld:
     def _take_over(self, training: Training, authority: int) -> None:
         buffers = isinstance(training.model, ReferenceModule) and training.model.sends_buffers
         values = [*training.network.parameters(), *(training.network.buffers() if buffers else ())]
-        everybody = self.gather(([each.detach().clone() for each in values], training.optimizer.state_dict()))
+        everybody = self.gather(([each.detach().clone() for each in values], self._state_now(training)))
         theirs, state = everybody[authority]
         with torch.no_grad():
             for each, value in zip(values, theirs, strict=True):
@@ -187,6 +202,11 @@ class SimulatedWorld:
             self._load(training, state)
         if isinstance(training.model, ReferenceModule):
             training.model.buffers_are_due = True
+
+    def _state_now(self, training: Training) -> dict[str, Any]:
+        """Copy the optimizer's state: others look at it while this rank goes on."""
+        state: dict[str, Any] = copy.deepcopy(training.optimizer.state_dict())
+        return state
 
     def _load(self, training: Training, state: dict[str, Any]) -> None:
         """Take over options and state as they are: load_state_dict() casts to the dtype of the parameters."""
@@ -199,7 +219,7 @@ class SimulatedWorld:
     def resume(self, training: Training, ranks: Sequence[int]) -> None:
         """Take over the state of the first rank, wrap anew, load."""
         values = [each for each in training.network.state_dict().values() if each.layout is torch.strided]
-        everybody = self.gather(([each.detach().clone() for each in values], training.optimizer.state_dict()))
+        everybody = self.gather(([each.detach().clone() for each in values], self._state_now(training)))
         theirs, state = copy.deepcopy(everybody[training.ranks[0]])
         with torch.no_grad():
             for each, value in zip(values, theirs, strict=True):
@@ -256,7 +276,7 @@ def simulate(program: Program, ranks: int, pool: ThreadPoolExecutor) -> list[Out
         training = Training(SimulatedWorld(rank, exchange), program, networks[rank])
         outcome = training.run()
         if outcome.failure is not None:
-            exchange.leave()
+            exchange.leave(rank)
         return outcome
 
     with warnings.catch_warnings():
