@@ -6,6 +6,7 @@ order of its own (the negotiated requests of a process set, the plan of an optim
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -228,11 +229,15 @@ class OpQueues:
         self._spare = deque(sorted(numbers))
 
     def propose(self) -> int:
-        """The number of a spare queue, -1 if there is none; the caller hands it to `take` or to `give_back`."""
-        try:
-            return self._spare.popleft()
-        except IndexError:
-            return -1
+        """The number of a spare queue, -1 if there is none; the caller hands it to `take` or to `give_back`.
+
+        The lowest: owners that end together may give theirs back in another order on every rank.
+        """
+        for number in sorted(self._spare.copy()):
+            with contextlib.suppress(ValueError):  # Another thread has it
+                self._spare.remove(number)
+                return number
+        return -1
 
     def take(self, number: int) -> Coroutine[OpQueue]:
         """OpQueue `number`, or a new one for -1. Collective over the group, in the same order everywhere."""

@@ -234,7 +234,7 @@ class Join:
     def _stand_in(self) -> tuple[int, int]:
         """Return how many iterations this rank has missed, and the rank that joined last."""
         set_state = self._set_state
-        planned, marks = list(set_state.proxies.planned), set_state.proxies.marks()
+        planned, marks = set_state.proxies.planned, set_state.proxies.marks()
         everything = not self._beats
         try:
             set_away(set_state, True, inline=everything)

@@ -167,7 +167,7 @@ def join(device: int = -1) -> int:
     for set_state in set_states:
         if set_state.rounds.inside:
             raise UsageError("hvd.join() inside a Join context, which does the same at its end. Leave it first.")
-    planned = [list(set_state.proxies.planned) for set_state in set_states]
+    planned = [set_state.proxies.planned for set_state in set_states]
     marks = [set_state.proxies.marks() for set_state in set_states]
     try:
         for set_state in set_states:

@@ -253,7 +253,7 @@ def _send_options(controller: Controller, name: str, rank: int, message: tuple[A
 
 class JoinedProxies:
     def __init__(self, queues: OpQueues, controller: Controller) -> None:
-        self.planned: MutableSet[PersistentOperation] = weakref.WeakSet()
+        self._planned: MutableSet[PersistentOperation] = weakref.WeakSet()
         self._queues = queues
         self._controller = controller
         self._by_name: dict[str, JoinedProxy] = {}
@@ -261,6 +261,14 @@ class JoinedProxies:
         self._missed = 0
         self._thread: int | None = None  # That waits for the others to join too; None while this rank has inputs
         controller.stand_in = self._stand_in
+
+    @property
+    def planned(self) -> list[PersistentOperation]:
+        """Those of this rank that live, in the order of their names, which is the same on all ranks."""
+        return sorted(self._planned, key=attrgetter("name"))
+
+    def add(self, operation: PersistentOperation) -> None:
+        self._planned.add(operation)
 
     def set_thread(self, thread: int | None) -> None:
         """This thread stands in for this rank from now on; None: nobody does."""
@@ -286,7 +294,7 @@ class JoinedProxies:
 
     def check_idle(self, call: str) -> None:
         """Raise UsageError where a step is half done, in which this rank cannot stand in too."""
-        for each in list(self.planned):
+        for each in self.planned:
             # A steady step of another thread has it.
             with each._lock:
                 busy = each.busy
@@ -304,7 +312,7 @@ class JoinedProxies:
         return frozenset(self._queues.spare_numbers()) - used
 
     def marks(self) -> Mapping[str, Mark]:
-        return {each.name: each.mark() for each in list(self.planned)}
+        return {each.name: each.mark() for each in self.planned}
 
     @property
     def missed(self) -> int:
@@ -337,7 +345,7 @@ class JoinedProxies:
                 healthy.add(proxy.queue.number)
             else:
                 proxy.cancel()
-        for each in list(self.planned):
+        for each in self.planned:
             each.forget()
         self._queues.set_spare(healthy)
         self._controller.steps.clear()
@@ -345,19 +353,19 @@ class JoinedProxies:
 
     def steps(self) -> dict[str, int]:
         """How many steps of each plan this rank has entered and can complete, whatever its program does now."""
-        lost = {each.name for each in list(self.planned) if not each.healthy}
+        lost = {each.name for each in self.planned if not each.healthy}
         return {name: steps for name, steps in self._controller.steps.items() if name not in lost}
 
     def give_up(self) -> None:
         for proxy in list(self._by_name.values()):
             proxy.cancel()
         self._by_name, self._used = {}, {}
-        for each in list(self.planned):
+        for each in self.planned:
             each.forget()
 
     def reset(self, spare_queues: Iterable[int]) -> None:
         """Steps may be half done anywhere: forget all plans, on every rank; in the loop."""
-        for each in list(self.planned):
+        for each in self.planned:
             each.fail(ShutdownError("a Join context was left in the middle of this planned operation"))
         self.give_up()
         self._queues.set_spare(spare_queues)
@@ -386,6 +394,6 @@ class JoinedProxies:
     def _adopt(self, request: Request) -> None:
         """The others have made a plan: take part in it."""
         queue, agreed = request.outputs
-        own = next((each for each in list(self.planned) if each.name == request.name), None)
+        own = next((each for each in self.planned if each.name == request.name), None)
         proxy = own.adopt(queue, agreed) if own else PlanProxy(Schedule(agreed, queue, agreed.portable))
         self._add(request.name, proxy)

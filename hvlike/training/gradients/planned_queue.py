@@ -179,7 +179,7 @@ class PlannedQueue(PersistentOperation):
         if self._refusal is None:
             self._enter_running_context()
             if self._set_state is not None:
-                self._set_state.proxies.planned.add(self)
+                self._set_state.proxies.add(self)
 
     def agree(self) -> None:
         """Open the queue, unless it is there. Collective; blocks. Raises: MismatchError, where `described` differs."""
@@ -193,7 +193,7 @@ class PlannedQueue(PersistentOperation):
         proposal = QueueProposal(self._described, self._advice, device=self._kind)
         queue, agreed = self._agree_on_queue("queue", proposal, self._device)
         self.queue, self.serial = queue, agreed.serial
-        set_state.proxies.planned.add(self)
+        set_state.proxies.add(self)
 
     def run(self, job: CountingJob) -> int:
         """Run this rank's job of the next step, and wait for its end; how many ranks were active in it. Collective.

@@ -100,7 +100,7 @@ class PlannedReducer(PersistentOperation):
         self._compiled: CompiledStep | None = None
         self._epoch = self._set_state.plan_epoch
         self._site = find_call_site()
-        self._set_state.proxies.planned.add(self)
+        self._set_state.proxies.add(self)
 
     @property
     def active(self) -> int:
