@@ -95,9 +95,9 @@ SMALLEST_SAMPLE = 1 << 20
 class BandwidthEstimator:
     """The rate at which messages have arrived at this rank in the last exchange that was large enough."""
 
-    def __init__(self, clock: Callable[[], float] = system.perf_counter) -> None:
+    def __init__(self, clock: Callable[[], float] | None = None) -> None:
         self.slow = False
-        self._clock = clock
+        self._clock = clock or system.perf_counter
         self._first: float | None = None
         self._last = 0.0
         self._bytes = 0

@@ -23,6 +23,7 @@ from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -169,6 +170,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)), help="that run at once")
     parser.add_argument("--faults", type=int, default=0, help="stop after so many; 0: never")
     parser.add_argument("--planted", action="store_true", help="show that faults planted into a copy are found")
+    parser.add_argument("--twice", action="store_true", help="run each job again: it must be the same, step by step")
     parser.add_argument("--trace", action="store_true", help="show who did what, in virtual microseconds")
     parser.add_argument("--scale", metavar="HOSTSxRANKS", help="count the control messages of a job of this size")
     given = parser.parse_args(arguments)
@@ -200,7 +202,8 @@ def main(arguments: Sequence[str]) -> int:
 
 def run_all(seeds: Sequence[int], given: argparse.Namespace, until: float) -> Iterator[str | None]:
     """Run the jobs of these seeds, until a moment; what `run_one` says of each, as one ends after the other."""
-    one = partial(run_one, kinds=given.kinds, ranks=given.ranks, nodes=given.nodes, until=until, trace=given.trace)
+    options = {"trace": given.trace, "twice": given.twice}
+    one = partial(run_one, kinds=given.kinds, ranks=given.ranks, nodes=given.nodes, until=until, **options)
     if min(given.processes, len(seeds)) <= 1:
         pin(0)
         yield from map(one, seeds)
@@ -228,16 +231,26 @@ def pin(number: int) -> None:
     os.sched_setaffinity(0, {cores[number % len(cores)]})
 
 
-def run_one(seed: int, kinds: Sequence[str], ranks: range, nodes: range, until: float, *, trace: bool) -> str | None:
+def run_one(
+    seed: int, kinds: Sequence[str], ranks: range, nodes: range, until: float, *, trace: bool, twice: bool
+) -> str | None:
     """Run a job; a report of what is wrong, empty if nothing is. None: it is too late for one."""
     if time.monotonic() > until:
         return None
     job = Draw.of(seed, kinds, ranks, nodes)
-    end = job.run(trace=trace)
+    end = job.run(trace=trace or twice)
     if trace:
         print("\n".join(end.story))
     wrong = what_is_wrong(end, job)
+    if twice and not wrong:
+        wrong = what_differs(end.story, job.run(trace=True).story)
     return f"seed {seed}: {job}\n{job.program}\n{wrong}\n" if wrong else ""
+
+
+def what_differs(first: Sequence[str], second: Sequence[str]) -> str | None:
+    """Where two stories part; None if they are the same."""
+    pairs = zip_longest(first, second, fillvalue="the end")
+    return next((f"it differs from time to time: {one} | {other}" for one, other in pairs if one != other), None)
 
 
 def find_planted(arguments: Sequence[str]) -> int:

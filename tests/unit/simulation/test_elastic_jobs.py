@@ -6,23 +6,9 @@ import pytest
 import torch
 from support.simulation.machine.job import simulate
 from support.simulation.programs.elastic import Elastic
-from support.simulation.run import Draw, what_is_wrong
+from support.simulation.run import Draw
 
 FAULT_TOLERANT = {"OMPI_MCA_mpi_ft_enable": "1"}
-
-
-def test_random_jobs_that_go_on_without_a_rank() -> None:
-    for seed in range(12):
-        job = Draw.of(seed, ["elastic"], range(2, 5), range(1, 4))
-        wrong = what_is_wrong(job.run(), job)
-        assert wrong is None, f"{job}\n{wrong}"
-
-
-def test_the_same_seed_gives_the_same_job() -> None:
-    job = Draw.of(12, ["elastic"], range(2, 4), range(1, 3))
-    first, second = (job.run(trace=True) for _ in range(2))
-    assert first.killed
-    assert first.story == second.story
 
 
 @pytest.mark.parametrize(("nodes", "spares"), [([[0, 1, 2]], 0), ([[0], [1, 2]], 0), ([[0, 1, 2]], 1)])

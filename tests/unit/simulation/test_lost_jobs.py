@@ -6,22 +6,6 @@ from typing import Any
 import pytest
 import torch
 from support.simulation.machine.job import JobEnd, Kill, simulate
-from support.simulation.run import Draw, what_is_wrong
-
-
-def test_random_jobs_that_lose_a_rank() -> None:
-    for seed in range(20):
-        job = Draw.of(seed, ["lost"], range(2, 5), range(1, 4))
-        wrong = what_is_wrong(job.run(), job)
-        assert wrong is None, f"{job}\n{wrong}"
-
-
-def test_the_same_seed_loses_the_same_rank_at_the_same_point() -> None:
-    job = Draw.of(8, ["lost"], range(2, 4), range(1, 2))
-    first, second = (job.run(trace=True) for _ in range(2))
-    assert first.killed == {0}
-    assert first.story == second.story
-
 
 # -- how a job ends -----------------------------------------------------------------------------------
 

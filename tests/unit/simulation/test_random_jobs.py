@@ -4,7 +4,7 @@ import pytest
 from support.fuzz.planted import Plant
 from support.simulation.planted import PLANTS
 from support.simulation.programs.kinds import KINDS
-from support.simulation.run import Draw, what_is_wrong
+from support.simulation.run import Draw, what_differs, what_is_wrong
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -13,6 +13,13 @@ def test_random_jobs(kind: str) -> None:
         job = Draw.of(seed, [kind], range(2, 5), range(1, 4))
         wrong = what_is_wrong(job.run(), job)
         assert wrong is None, f"{job}\n{wrong}"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_seed_is_the_same_job_every_time(kind: str) -> None:
+    stories = [Draw.of(3, [kind], range(2, 4), range(1, 4)).run(trace=True).story for _ in range(2)]
+    assert what_differs(*stories) is None
+    assert len(stories[0]) > 2
 
 
 @pytest.mark.parametrize("fault", PLANTS, ids=lambda fault: fault.name)

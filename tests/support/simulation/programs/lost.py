@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import random
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -32,6 +32,8 @@ END_SECONDS = 8.0
 """The same until the job has ended: exit handlers may take five."""
 LATE_SECONDS = 20.0
 """What a launcher takes that is later than that."""
+IN_CALLS = 0.1  # Of the jobs: the first rank is killed in small calls
+POINTS_BEFORE = 400  # Of a rank until it is through init
 
 
 class Failure(Exception):
@@ -63,7 +65,12 @@ class Lost:
         way = draw.choice(WAYS)
         at = int(draw.expovariate(1 / 1_500)) if way == "killed" else draw.randrange(len(steps))
         reaction = draw.choice(["raise", "return", "shutdown"])
-        return cls(steps, draw.randrange(size), way, at, reaction, draw.choice([0.02, 0.6, LATE_SECONDS]), seed)
+        job = cls(steps, draw.randrange(size), way, at, reaction, draw.choice([0.02, 0.6, LATE_SECONDS]), seed)
+        if draw.random() < IN_CALLS:
+            # Who decides for all that they make a call now is gone between two of its stores.
+            at = POINTS_BEFORE + int(draw.expovariate(1 / 500))
+            return replace(job, steps=["inline"] * 10, culprit=0, way="killed", at=at, launcher_seconds=LATE_SECONDS)
+        return job
 
     def options(self) -> dict[str, Any]:
         """What `simulate` is to be given."""
