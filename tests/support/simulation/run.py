@@ -58,6 +58,7 @@ class Draw:
     stores: Order = "at once"
     statements: float = 0.0  # After so many points a thread loses its core between two; 0: never
     acts: list[tuple[int, int, float]] = field(default_factory=list)  # As `holds`, by what others can see of the rank
+    late_wakes: float = 0.0  # So many of the threads that wake get a core only after a while
 
     @classmethod
     def of(cls, seed: int, kinds: Sequence[str], ranks: range, nodes: range) -> Draw:
@@ -92,13 +93,15 @@ class Draw:
             (round(math.exp(draw.uniform(2.5, 6.5))), draw.randrange(size), draw.choice([0.01, 0.01, 4.0]))
             for _ in range(draw.choice([0, 0, 1, 2]))
         ]
+        late_wakes = draw.choice([0.0, 0.0, 0.01, 0.1])
         if kind in CLOCK_KINDS:
+            late_wakes = 0.0
             # Others sleep by then, and the clock is still looked at.
             holds, acts = ([(when, rank, SHORT_HOLD_SECONDS) for when, rank, _ in each] for each in (holds, acts))
             statements = max(statements, 300.0 * (statements > 0))
         if kind == "bells":
             places = [list(range(size))]
-        return cls(seed, kind, places, switches, holds, shares_cores, network, order, statements, acts)
+        return cls(seed, kind, places, switches, holds, shares_cores, network, order, statements, acts, late_wakes)
 
     @property
     def program(self) -> Program:
@@ -121,6 +124,7 @@ class Draw:
             shares_cores=self.shares_cores,
             stores=self.stores,
             statements=self.statements,
+            late_wakes=self.late_wakes,
             prepare=self.prepare,
             **(program.options() if hasattr(program, "options") else {}),
         )

@@ -208,6 +208,7 @@ def simulate(
     shares_cores: bool = False,
     stores: Order = "at once",
     statements: float = 0.0,
+    late_wakes: float = 0.0,
     prepare: Callable[[SimulatedMpi], object] = bool,
     kills: Sequence[Kill] = (),
     launcher_seconds: float = 0.1,
@@ -219,7 +220,8 @@ def simulate(
     a second for ever. tick_seconds: what a point takes, of virtual time. holds: after so many points that rank goes on
     no more, for so many seconds. acts: the same after it has done so many things that others can see. shares_cores: all
     ranks have one core. stores: when others see what a rank writes to shared memory. statements: after so many points,
-    on average, a thread loses its core between two of hvlike's; 0: never. prepare: may set attributes of the network.
+    on average, a thread loses its core between two of hvlike's; 0: never. late_wakes: the part of those who wake that
+    get a core later. prepare: may set attributes of the network.
     launcher_seconds: how long after a loss the launcher kills the other ranks, unless the job outlives it. environment:
     variables that all ranks have.
     """
@@ -243,7 +245,7 @@ def simulate(
         most_points=most_points,
         tick_seconds=tick_seconds,
     )
-    scheduler.holds = sorted(holds)
+    scheduler.holds, scheduler.late_wakes = sorted(holds), late_wakes
     scheduler.acts = {(rank, count): seconds for count, rank, seconds in acts}
     between = None
     collects, hook = gc.isenabled(), threading.excepthook
@@ -288,8 +290,7 @@ def simulate(
         threading.excepthook = hook
         if collects:
             gc.enable()
-    if between is not None:
-        end.held += between.seconds
+    end.held += scheduler.away_seconds + (0.0 if between is None else between.seconds)
     end.seconds, end.points, end.longest_rest = scheduler.now, scheduler.points, scheduler.longest_rest
     return end
 

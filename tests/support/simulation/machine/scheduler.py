@@ -32,6 +32,8 @@ SHORTEST_REST_SECONDS, LONGEST_REST_SECONDS = 10e-6, 200e-6
 """How long who checks in a loop rests, while others change nothing: as if the system had taken its core for so long.
 hvlike takes a check of more than 500 us for one that another program has held up."""
 SHORTEST_LATE_SECONDS, LONGEST_LATE_SECONDS = 1e-3, 20e-3
+SHORTEST_SECONDS, LONGEST_SECONDS = 10e-6, 5e-3
+"""For how long a thread is without a core."""
 """How late who sleeps for short times is woken, while others change nothing."""
 MOST_POINTS = 3_000_000  # After so many a job counts as one that never ends
 
@@ -42,6 +44,11 @@ class JobEnded(BaseException):
 
 class Hang(Exception):
     """Nobody can go on, or the job never ends."""
+
+
+def without_a_core(draw: random.Random) -> float:
+    """For so long a thread gets none, where many share it."""
+    return SHORTEST_SECONDS * (LONGEST_SECONDS / SHORTEST_SECONDS) ** draw.random()
 
 
 class SimulatedThread:
@@ -112,6 +119,8 @@ class Scheduler:
         """By rank, and by how often it has done what others can see: it is held up just then, for so long."""
         self.events: list[tuple[int, Callable[[], object]]] = []
         """What is called after so many points, by whoever has the turn. Sorted."""
+        self.late_wakes = 0.0  # So many of those who wake get a core only after a while; others of their rank go on
+        self.away_seconds = 0.0  # For which they had none, so far
         self.changes = 0  # Of anything that others may wait for, so far
         self._moved_with, self._moved_at = 0, 0.0  # The last change that was seen to have come, and when
         self.next_event: Callable[[int], float] = lambda rank: math.inf
@@ -406,6 +415,10 @@ class Scheduler:
         if not waiting:
             del self._blocked[thread.key]
         thread.condition = None
+        if self.late_wakes and self.random.random() < self.late_wakes:
+            seconds = without_a_core(self.random)
+            self.away_seconds += seconds
+            thread.held_until = max(thread.held_until, self.now + seconds)
         self._runnable.append(thread)
 
     def _end(self, threads: list[SimulatedThread]) -> None:

@@ -12,11 +12,9 @@ from bisect import insort
 from types import FrameType
 from typing import Any
 
-from support.simulation.machine.scheduler import HVLIKE, Scheduler
+from support.simulation.machine.scheduler import HVLIKE, Scheduler, without_a_core
 
 MOST_STATEMENTS = 40.0  # From the point to where the core is taken: so many on average, or fewer
-SHORTEST_SECONDS, LONGEST_SECONDS = 10e-6, 5e-3
-"""For how long the core is away."""
 # Who is called from there has a real lock, or the turn is being handed on: nobody may wait there.
 NOWHERE = ("/logging/", "/functools.py", "/warnings.py", "<frozen importlib", "/simulation/machine/")
 BASES = ("live", "run", "wait_for")  # But these functions of the simulation call hvlike like anybody else
@@ -59,7 +57,7 @@ class Statements:
             return self._step
         sys.settrace(None)
         if me is not None and not me.is_over:
-            seconds = SHORTEST_SECONDS * (LONGEST_SECONDS / SHORTEST_SECONDS) ** self._scheduler.random.random()
+            seconds = without_a_core(self._scheduler.random)
             self.seconds += seconds
             self._scheduler.sleep_between(seconds)
         return None
