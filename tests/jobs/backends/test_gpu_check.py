@@ -92,7 +92,6 @@ def test_tests_of_the_cpu_pass_with_their_tensors_on_a_gpu(library: Path) -> Non
 @pytest.mark.timeout(300)
 def test_other_accelerators_are_staged_by_streams_and_events_of_torch_accelerator(tmp_path: Path) -> None:
     library = made(tmp_path, "xpu")
-    assert " passed" in run_tests(library, PARITY[:2], HVLIKE_TEST_DEVICE="xpu")
     said = run_job(XPU_PROGRAM, 2, env=environment(library), timeout=60).check()
     for rank in range(2):
         assert f"{rank} xpu:{rank} [3.0, 3.0, 3.0, 3.0, 3.0] xpu:{rank}" in said.stdout

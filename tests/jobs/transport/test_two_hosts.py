@@ -122,13 +122,15 @@ hvd.shutdown()
 """
 
 
-@pytest.mark.parametrize(("count", "laws"), [(2, ""), (3, "float32 or float16 or gather")], ids=["2 hosts", "3 hosts"])
-def test_network_laws_between_hosts(count: int, laws: str) -> None:
+@pytest.mark.parametrize("count", [2, 3], ids=["2 hosts", "3 hosts"])
+def test_network_laws_between_hosts(count: int) -> None:
     program = RUN_PYTEST.format(root=str(NETWORK_LAWS.parents[3]))
     with hosts(count) as machines:
         # These ranks are not those of the outer run: they keep no records.
         env = {"HVLIKE_TEST_RECORDS": ""}
-        machines.run(program, 1, args=[str(NETWORK_LAWS), "-k", laws], env=env, timeout=110).check()
+        machines.run(
+            program, 1, args=[str(NETWORK_LAWS), "-k", "float32 or float16 or gather"], env=env, timeout=110
+        ).check()
 
 
 def test_hosts_are_removed_whatever_happens() -> None:

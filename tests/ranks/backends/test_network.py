@@ -31,6 +31,8 @@ LENGTHS = [[], [0], [1], [5, 0, 3], [1000, 1, 70, 3000], [10000]]
 OPS = [op for op in ReduceOp if op is not ReduceOp.ADASUM]
 NAMES = ["swap", "pairwise", "slow pairwise", "doubling", "halving"]
 # Which way reductions go; "chosen" is what is best for the size (two ranks swap).
+DTYPES_OF_EVERY_WAY = (torch.float32, torch.bfloat16, torch.bool)
+"""One that is reduced as it is, one in float32, one by logic; the way that is chosen takes all."""
 WAYS = pytest.mark.parametrize("way", [*NAMES, "chosen"])
 
 
@@ -94,11 +96,22 @@ def contributions(rank: int, lengths: list[int], dtype: torch.dtype) -> list[tor
     return [torch.randint(0, 4, (length,), generator=generator).to(dtype) for length in lengths]
 
 
-@WAYS
+def label(value: object) -> str | None:
+    if isinstance(value, ReduceOp):
+        return op_name(value)
+    return dtype_name(value) if isinstance(value, torch.dtype) else None
+
+
 @pytest.mark.parametrize(
-    ("dtype", "op"),
-    [(dtype, op) for dtype in TABLE for op in OPS if supports(op, dtype)],
-    ids=lambda value: op_name(value) if isinstance(value, ReduceOp) else dtype_name(value),
+    ("way", "dtype", "op"),
+    [
+        (way, dtype, op)
+        for way in (*NAMES, "chosen")
+        for dtype in TABLE
+        for op in OPS
+        if supports(op, dtype) and (way == "chosen" or dtype in DTYPES_OF_EVERY_WAY)
+    ],
+    ids=label,
 )
 @pytest.mark.mpi
 def test_allreduce_follows_the_arithmetic(

@@ -19,8 +19,14 @@ def values(rank: int, length: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.randint(0, 4, (length,), generator=generator).to(dtype)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64], ids=str)
-@pytest.mark.parametrize("lengths", [[0], [1], [7, 0, 3], [65_537, 5, 1], [300_000, 1, 70_000, 200_000]], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "lengths"),
+    [
+        *((torch.float32, each) for each in ([0], [1], [7, 0, 3], [65_537, 5, 1], [300_000, 1, 70_000, 200_000])),
+        *((dtype, [65_537, 5, 1]) for dtype in (torch.bfloat16, torch.int64)),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("first_owner", [0, 1])
 def test_each_tensor_on_its_owner(
     hvd: ModuleType,
