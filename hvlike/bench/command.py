@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
+from types import ModuleType
 
-from hvlike.bench import allreduce, autograd, backend, kernels, recovery, rpc, scaling, simulate, step, waiting, zero
+from hvlike.bench import allreduce, step
 
-_ALL = (allreduce, step, backend, scaling, simulate, waiting, kernels, rpc, autograd, zero, recovery)
-BENCHMARKS = {each.__name__.rpartition(".")[2]: each for each in _ALL}
+BENCHMARKS: Mapping[str, ModuleType] = {"allreduce": allreduce, "step": step}
 """Each has a PURPOSE, add_arguments(parser), and run(options), which returns the exit status, on every rank."""
 
 
-def main(arguments: list[str]) -> int:
+def main(
+    arguments: list[str],
+    benchmarks: Mapping[str, ModuleType] = BENCHMARKS,
+    program: str = "python -m hvlike bench",
+) -> int:
     """Run one benchmark and return the exit status. Collective: the same arguments on every rank."""
-    parser = argparse.ArgumentParser(prog="python -m hvlike bench")
+    parser = argparse.ArgumentParser(prog=program)
     choices = parser.add_subparsers(dest="benchmark", required=True)
-    for name, benchmark in BENCHMARKS.items():
+    for name, benchmark in benchmarks.items():
         benchmark.add_arguments(choices.add_parser(name, help=benchmark.PURPOSE, description=benchmark.PURPOSE))
     options = parser.parse_args(arguments)
-    status: int = BENCHMARKS[options.benchmark].run(options)
+    status: int = benchmarks[options.benchmark].run(options)
     return status

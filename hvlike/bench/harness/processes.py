@@ -1,8 +1,7 @@
-"""Processes that a benchmark starts: jobs that return one answer, and helpers that answer requests."""
+"""Processes beside the ranks of a benchmark, which answer requests."""
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import os
 import socket
@@ -10,16 +9,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, TypeVar
 
-from hvlike.errors import LaunchError, UsageError
-from hvlike.launch.run import run
+from hvlike.errors import LaunchError
 from hvlike.launch.supervisor import stop
 from hvlike.transport.host.find_mpirun import Mpirun, ask_mpi_library, find_mpirun
-from hvlike.transport.host.launchers import detect_launcher
 
 T = TypeVar("T")
 
@@ -109,50 +106,9 @@ class Helpers:
         self._output.close()
 
 
-def refuse_inside_a_job(environment: Mapping[str, str], benchmark: str) -> None:
-    """Raise UsageError when this process is a rank already."""
-    launcher = detect_launcher(environment)
-    if launcher is not None:
-        raise UsageError(
-            f"bench {benchmark} starts its jobs itself, and this process is a rank of a job of {launcher.name} "
-            f"({launcher.variable}={launcher.size}): run `python -m hvlike bench {benchmark}` without mpirun."
-        )
-
-
-def outside_of_jobs(measure: Callable[[argparse.Namespace], None]) -> Callable[[argparse.Namespace], int]:
-    """Return how a benchmark runs that starts its jobs itself: an error is printed, and is its exit status, 1 or 2."""
-
-    def run_and_report(options: argparse.Namespace) -> int:
-        try:
-            measure(options)
-        except (LaunchError, UsageError) as error:
-            print(error, file=sys.stderr)
-            return 2 if isinstance(error, UsageError) else 1
-        return 0
-
-    return run_and_report
-
-
 def find_launcher() -> Mpirun:
     return find_mpirun(ask_mpi_library(os.environ), os.environ)
 
 
 def module_command(mpirun: Mpirun, ranks: int, module: str, arguments: Sequence[str]) -> list[str]:
     return mpirun.command(ranks, [sys.executable, "-m", module, *arguments])
-
-
-def run_job(
-    function: Callable[..., T], arguments: Sequence[Any], ranks: int, settings: Mapping[str, str], seconds: float
-) -> T:
-    """Call a function on every rank of a job of its own, and return what it returns on rank 0. Blocks.
-
-    settings: variables to add to the environment. Raises: LaunchError, for a job that fails or takes more than these
-    seconds.
-    """
-    # What ranks print is no answer.
-    with contextlib.redirect_stdout(sys.stderr):
-        try:
-            return run(function, arguments, np=ranks, env={"OMP_NUM_THREADS": "1", **settings}, timeout=seconds)[0]
-        except UsageError as error:
-            # It is not this command that was wrong.
-            raise LaunchError(str(error)) from error

@@ -23,13 +23,6 @@ def jobs(folder: Path) -> list[Job]:
         "allreduce, bare": f"{ALLREDUCE} --bare --no-gloo --op average --dtypes float32,float64,bfloat16 --json",
         "step, bare": f"{STEP} --no-ddp --bare --json",
         "step": f"{STEP} --no-ddp --no-horovod --plot {place}/step.png",
-        "autograd": "hvlike bench autograd --repetitions 1 --steps small,unused1 --json",
-        "rpc": "hvlike bench rpc --sizes 1KiB --repetitions 2 --idle 0.1 --json",
-        "backend": "hvlike bench backend --sizes 1KiB --ddp small --fsdp small --repetitions 2 --json",
-        "zero": "hvlike bench zero --width 32 --layers 2 --repetitions 1 --bucket-view --json",
-        "kernels": "hvlike bench kernels --sizes 64KiB --dtypes float32,bfloat16 --repetitions 2 --json",
-        # The last one, as it changes the environment.
-        "waiting": "hvlike bench waiting --repetitions 1 --json",
     }
     three = {"allreduce, 3": f"{ALLREDUCE} --json", "step, 3": f"{STEP} --bucket-view --json"}
     horovod = {

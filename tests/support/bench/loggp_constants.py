@@ -1,6 +1,6 @@
 """Round constants and a workload for tests of the LogGP model."""
 
-from hvlike.bench.loggp import Constants, Workload
+from benchmarks.loggp import Constants, Workload
 
 CONSTANTS = Constants(
     latency=2e-6,

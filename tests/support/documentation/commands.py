@@ -4,10 +4,13 @@ import argparse
 import configparser
 import re
 import shlex
+from collections.abc import Mapping
 from pathlib import Path
+from types import ModuleType
 
 from support.documentation.blocks import ROOT
 
+from benchmarks.command import BENCHMARKS as OF_DEVELOPERS
 from hvlike.__main__ import COMMANDS
 from hvlike.bench.command import BENCHMARKS
 
@@ -27,6 +30,8 @@ def problem_of(command: str) -> str | None:
     """
     words = shlex.split(command.partition(" > ")[0])
     words = words[words.index("python") :] if words[0] == "mpirun" and "python" in words else words
+    if "scripts/bench" in words[:4]:
+        return problem_of_benchmark(words[words.index("scripts/bench") + 1 :], OF_DEVELOPERS)
     if words[:3] == ["python", "-m", "hvlike"]:
         return problem_of_module(words[3:])
     if words[0] == "python" and len(words) > 1:
@@ -46,11 +51,16 @@ def problem_of_module(arguments: list[str]) -> str | None:
         return f"there is no command {arguments[0]}"
     if arguments[0] != "bench" or arguments[1:] == ["-h"]:
         return None
-    if arguments[1] not in BENCHMARKS:
-        return f"there is no benchmark {arguments[1]}"
+    return problem_of_benchmark(arguments[1:], BENCHMARKS)
+
+
+def problem_of_benchmark(arguments: list[str], benchmarks: Mapping[str, ModuleType]) -> str | None:
+    """Of `python -m hvlike bench ...` or `scripts/bench ...`."""
+    if arguments[0] not in benchmarks:
+        return f"there is no benchmark {arguments[0]}"
     parser = argparse.ArgumentParser(exit_on_error=False)
-    BENCHMARKS[arguments[1]].add_arguments(parser)
-    _, unknown = parser.parse_known_args(arguments[2:])
+    benchmarks[arguments[0]].add_arguments(parser)
+    _, unknown = parser.parse_known_args(arguments[1:])
     return f"the benchmark takes no {unknown}" if unknown else None
 
 

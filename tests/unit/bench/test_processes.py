@@ -1,4 +1,4 @@
-"""Processes of a benchmark: helpers that answer, the last output that names a failure, no jobs inside of jobs."""
+"""Processes of a benchmark: helpers that answer, the last output that names a failure."""
 
 import sys
 from multiprocessing import Pipe
@@ -6,8 +6,8 @@ from multiprocessing.connection import Connection
 
 import pytest
 
-from hvlike.bench.harness.processes import Helpers, refuse_inside_a_job
-from hvlike.errors import LaunchError, UsageError
+from hvlike.bench.harness.processes import Helpers
+from hvlike.errors import LaunchError
 
 ECHO = """
 import sys
@@ -42,9 +42,3 @@ def test_a_helper_that_dies_is_named_with_its_last_output() -> None:
     with pytest.raises(LaunchError, match=r"the echo: .*; the last output:\nout of cake"):
         helpers.ask(end)
     helpers.close()
-
-
-def test_ranks_of_a_job_start_no_jobs() -> None:
-    refuse_inside_a_job({}, "scaling")
-    with pytest.raises(UsageError, match="without mpirun"):
-        refuse_inside_a_job({"PMI_SIZE": "2"}, "scaling")

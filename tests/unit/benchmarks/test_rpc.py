@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 from support.bench.some_conditions import CONDITIONS
 
-from hvlike.bench.rpc import MPI, OURS, TENSORPIPE, Result, as_text, panels
-from hvlike.bench.rpc_session import Idle, Rate, Trip, start_tensorpipe
+from benchmarks.rpc import MPI, OURS, TENSORPIPE, Result, as_text, panels
+from benchmarks.rpc_session import Idle, Rate, Trip, start_tensorpipe
 from hvlike.errors import HvlikeError
 
 RESULTS = [

@@ -9,7 +9,7 @@ import torch
 from support.bench.some_conditions import CONDITIONS
 from torch import Tensor
 
-from hvlike.bench.autograd import (
+from benchmarks.autograd import (
     ALONE,
     NODES,
     SAFE,
@@ -21,7 +21,7 @@ from hvlike.bench.autograd import (
     as_text,
     panels,
 )
-from hvlike.bench.rpc_session import Step, half, steps_alone
+from benchmarks.rpc_session import Step, half, steps_alone
 from hvlike.errors import HvlikeError
 
 STEP = Step(4, 3, 1)

@@ -1,4 +1,4 @@
-"""python -m hvlike bench kernels as a user starts it: every sum is checked, and every contestant measured."""
+"""scripts/bench kernels as a user starts it: every sum is checked, and every contestant measured."""
 
 import json
 from collections.abc import Callable

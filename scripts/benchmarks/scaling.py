@@ -19,9 +19,10 @@ import torch
 from torch import nn
 
 import hvlike
+from benchmarks.jobs import outside_of_jobs, refuse_inside_a_job, run_job
 from hvlike.bench.harness.benchmark import add_outputs, positive, positives
 from hvlike.bench.harness.comparison import Summary, timed
-from hvlike.bench.harness.processes import find_launcher, outside_of_jobs, refuse_inside_a_job, run_job
+from hvlike.bench.harness.processes import find_launcher
 from hvlike.bench.harness.report import Curves, format_seconds, format_size, publish, table
 from hvlike.collectives.session.context import current
 from hvlike.transport.messages.traffic import Sent

@@ -1,14 +1,15 @@
-"""python -m hvlike bench simulate, as a user starts it: it measures its constants on two ranks of this machine."""
+"""scripts/bench simulate, as a user starts it: it measures its constants on two ranks of this machine."""
 
 import json
 import subprocess
-import sys
 
-from support.job import job_environment
+from support.job import CHECKOUT, job_environment
+
+BENCH = CHECKOUT / "scripts" / "bench"
 
 
 def test_all_constants_are_measured() -> None:
-    line = [sys.executable, "-m", "hvlike", "bench", "simulate", "--ranks", "1,64", "--json"]
+    line = [str(BENCH), "simulate", "--ranks", "1,64", "--json"]
     done = subprocess.run(line, capture_output=True, text=True, timeout=100, check=False, env=job_environment({}))
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)

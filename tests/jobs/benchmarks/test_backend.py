@@ -1,4 +1,4 @@
-"""python -m hvlike bench backend as a user starts it."""
+"""scripts/bench backend as a user starts it."""
 
 import json
 from collections.abc import Callable

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import get_gradient_edge
 
+from benchmarks.rpc_session import Session, Step, TensorPipePair, run_session, steps_alone
 from hvlike import autograd, rpc
 from hvlike.autograd.graph import clear
 from hvlike.autograd.local_graph import LocalGraph
@@ -28,7 +29,6 @@ from hvlike.bench.harness.report import (
     table,
     with_spread,
 )
-from hvlike.bench.rpc_session import Session, Step, TensorPipePair, run_session, steps_alone
 
 PURPOSE = "a model-parallel step beside torch.distributed.autograd"
 

@@ -1,4 +1,4 @@
-"""python -m hvlike bench zero as a user starts it."""
+"""scripts/bench zero as a user starts it."""
 
 import json
 from collections.abc import Callable

@@ -10,12 +10,12 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
+from benchmarks.rpc_session import Idle, Rate, Session, Trip, Work, round_trips, run_session
 from hvlike import rpc
 from hvlike.bench.harness.benchmark import add_common, heading
 from hvlike.bench.harness.comparison import Ratio, Summary, ratios_of, take_turns
 from hvlike.bench.harness.raw_mpi import RawMpi
 from hvlike.bench.harness.report import Bars, parse_sizes, publish, ratio_bars, ratio_cell, table, with_spread
-from hvlike.bench.rpc_session import Idle, Rate, Session, Trip, Work, round_trips, run_session
 
 PURPOSE = "calls by hvlike.rpc beside torch.distributed.rpc and plain MPI"
 

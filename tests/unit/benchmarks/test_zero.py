@@ -3,7 +3,7 @@
 import pytest
 from support.bench.some_conditions import CONDITIONS
 
-from hvlike.bench.zero import ADAM, ALONE, ZERO, Result, as_text, panels, shapes_of
+from benchmarks.zero import ADAM, ALONE, ZERO, Result, as_text, panels, shapes_of
 
 RESULT = Result(
     elements=1000,

@@ -1,4 +1,4 @@
-"""python -m hvlike bench waiting, as a user starts it: every wait and every kind of work is measured."""
+"""scripts/bench waiting, as a user starts it: every wait and every kind of work is measured."""
 
 import json
 from collections.abc import Callable

@@ -2,7 +2,7 @@
 
 from support.bench.some_conditions import CONDITIONS
 
-from hvlike.bench.kernels import NUMPY, Result, as_text, panels
+from benchmarks.kernels import NUMPY, Result, as_text, panels
 
 RESULT = Result(
     "float32", 4 << 20, {"hvlike, 1": [4e-3, 4e-3, 4e-3], "hvlike, 2": [2e-3, 3e-3, 2e-3], NUMPY: [3e-3] * 3}

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from support.bench.loggp_constants import CONSTANTS, WORK
 
-from hvlike.bench.loggp import Job
-from hvlike.bench.simulate import above_zero, add_arguments, override, panels, read_constants, run, simulate
+from benchmarks.loggp import Job
+from benchmarks.simulate import above_zero, add_arguments, override, panels, read_constants, run, simulate
 from hvlike.errors import UsageError
 
 

@@ -4,7 +4,7 @@ import argparse
 
 import pytest
 
-from hvlike.bench.recovery import PHASES, Recovery, Result, add_arguments, as_text, panels, read
+from benchmarks.recovery import PHASES, Recovery, Result, add_arguments, as_text, panels, read
 
 BEFORE = [("resumed", 1.0), ("step", 2.0), ("step", 2.5), ("commit", 2.75)]
 SURVIVOR = [*BEFORE, ("step", 9.9), ("noticed", 10.1), ("rebuilt", 10.2), ("resumed", 10.5), ("step", 10.6)]

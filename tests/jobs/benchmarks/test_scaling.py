@@ -1,16 +1,17 @@
-"""python -m hvlike bench scaling, as a user starts it: jobs of several sizes, counted exactly."""
+"""scripts/bench scaling, as a user starts it: jobs of several sizes, counted exactly."""
 
 import json
 import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from support.job import job_environment
+from support.job import CHECKOUT, job_environment
+
+BENCH = CHECKOUT / "scripts" / "bench"
 
 
 def scaling(*arguments: str, env: Mapping[str, str] | None = None) -> "subprocess.CompletedProcess[str]":
-    line = [sys.executable, "-m", "hvlike", "bench", "scaling", *arguments]
+    line = [str(BENCH), "scaling", *arguments]
     return subprocess.run(
         line, capture_output=True, text=True, timeout=100, check=False, env=job_environment(env or {})
     )

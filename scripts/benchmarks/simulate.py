@@ -14,10 +14,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks.jobs import outside_of_jobs, refuse_inside_a_job, run_job
+from benchmarks.loggp import AGREEMENTS, REDUCTIONS, Constants, Job, Workload, measure, step
 from hvlike.bench.harness.benchmark import add_outputs, positive, positives
-from hvlike.bench.harness.processes import outside_of_jobs, refuse_inside_a_job, run_job
 from hvlike.bench.harness.report import Curves, format_seconds, format_size, parse_size, publish, table
-from hvlike.bench.loggp import AGREEMENTS, REDUCTIONS, Constants, Job, Workload, measure, step
 from hvlike.errors import UsageError
 
 PURPOSE = "a step on 1 to 100000 ranks, by a model"
@@ -162,7 +162,7 @@ def read_constants(path: Path) -> Constants:
         return Constants(**json.loads(path.read_text())["constants"])
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise UsageError(
-            f"--constants {path}: expected the output of `python -m hvlike bench simulate --json`, got {error!r}."
+            f"--constants {path}: expected the output of `scripts/bench simulate --json`, got {error!r}."
         ) from None
 
 

@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 from support.bench.loggp_constants import CONSTANTS, WORK
 
-from hvlike.bench import loggp
-from hvlike.bench.loggp import Job
+from benchmarks import loggp
+from benchmarks.loggp import Job
 
 FREE = replace(CONSTANTS, latency=0.0, overhead=0.0, gap=0.0, fold=0.0)
 """A network of nothing but bandwidth."""

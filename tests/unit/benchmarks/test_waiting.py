@@ -3,7 +3,7 @@
 import pytest
 from support.bench.some_conditions import CONDITIONS
 
-from hvlike.bench.waiting import AGAIN, FREE, NAMED, NOTHING, PLANNED, as_json, as_text, panels, ratios, repeated, works
+from benchmarks.waiting import AGAIN, FREE, NAMED, NOTHING, PLANNED, as_json, as_text, panels, ratios, repeated, works
 
 SECONDS = {NOTHING: [1.0, 2.0], AGAIN: [1.0, 2.0], NAMED: [1.5, 2.0], PLANNED: [2.0, 4.0]}
 FOUND = {FREE: {"slowdown": {"matmul": ratios(SECONDS)}, "latency": {"matmul": [1e-4, 3e-4, 2e-4]}}}

@@ -1,4 +1,4 @@
-"""python -m hvlike bench autograd as a user starts it."""
+"""scripts/bench autograd as a user starts it."""
 
 import json
 from collections.abc import Callable

@@ -32,9 +32,10 @@ import torch
 from torch import nn
 
 import hvlike
+from benchmarks.jobs import outside_of_jobs, refuse_inside_a_job
 from hvlike.bench.harness.benchmark import add_common, positive
 from hvlike.bench.harness.comparison import Summary
-from hvlike.bench.harness.processes import Helpers, module_command, outside_of_jobs, refuse_inside_a_job
+from hvlike.bench.harness.processes import Helpers, module_command
 from hvlike.bench.harness.report import Bars, format_seconds, format_size, parse_sizes, publish, table
 from hvlike.errors import HorovodInternalError, UsageError
 from hvlike.transport.host.find_mpirun import TOLERANT_FLAGS, Mpirun, ask_mpi_library, find_mpirun, is_fault_tolerant
@@ -158,7 +159,7 @@ def measure(mpirun: Mpirun, way: str, ranks: int, nbytes: int, draw: random.Rand
 
 
 def _command(mpirun: Mpirun, processes: int, nbytes: int, address: str) -> list[str]:
-    first, *rest = module_command(mpirun, processes, "hvlike.bench.recovery", [address, str(nbytes)])
+    first, *rest = module_command(mpirun, processes, "benchmarks.recovery", [address, str(nbytes)])
     return [first, *TOLERANT_FLAGS, *rest]
 
 

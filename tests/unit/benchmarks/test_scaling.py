@@ -2,7 +2,7 @@
 
 import pytest
 
-from hvlike.bench.scaling import Agreement, RankCounts, Result, as_text, panels, summarise
+from benchmarks.scaling import Agreement, RankCounts, Result, as_text, panels, summarise
 from hvlike.transport.messages.traffic import Sent
 
 COORDINATOR = RankCounts(Sent({"responses": 12}, 1200, 4, 400, 2, 80), [0.1, 0.2, 0.3, 0.4])

@@ -56,9 +56,10 @@ _MOST_STEPS, _FEWEST_STEPS = 100, 5
 Shape = tuple[int, int, int]  # Width of square layers with tanh, batch, and how many layers each rank has
 
 # Not by `-m`: what is pickled here has this module's name in both programs.
-_PEER_PROGRAM = """
+_PEER_PROGRAM = f"""
 import sys
-from hvlike.bench.rpc_session import serve_as_peer
+sys.path.insert(0, {str(Path(__file__).resolve().parents[1])!r})
+from benchmarks.rpc_session import serve_as_peer
 serve_as_peer(int(sys.argv[1]), sys.argv[2], int(sys.argv[3]))
 """
 _rank_0_is_done = threading.Event()

@@ -1,4 +1,4 @@
-"""python -m hvlike bench rpc as a user starts it, and TensorPipe's processes, stopped between their turns."""
+"""scripts/bench rpc as a user starts it, and TensorPipe's processes, stopped between their turns."""
 
 import json
 import os
@@ -7,10 +7,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from support.job import MODULE, run_job
+from support.job import CHECKOUT, run_job
 from torch.distributed import rpc as torch_rpc
 
-from hvlike.bench.rpc_session import TensorPipePair, Trip
+from benchmarks.rpc_session import TensorPipePair, Trip
+
+COMMAND = "import runpy; runpy.run_module('benchmarks.command', run_name='__main__', alter_sys=True)"
 
 needs_tensorpipe = pytest.mark.skipif(not torch_rpc.is_available(), reason="this torch was built without TensorPipe")
 
@@ -54,6 +56,6 @@ def test_json_has_all_that_was_measured(output_of: Callable[[str], str]) -> None
 
 
 def test_it_is_for_two_ranks() -> None:
-    job = run_job(MODULE, 1, args=["bench", "rpc"])
+    job = run_job(COMMAND, 1, args=["rpc"], env={"PYTHONPATH": str(CHECKOUT / "scripts")})
     assert job.returncode == 2, job.describe()
     assert "for two ranks" in job.stderr
