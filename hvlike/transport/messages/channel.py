@@ -19,6 +19,7 @@ import pickle
 import struct
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any
@@ -58,6 +59,15 @@ _FIRST_PAYLOAD_TAG = 16
 _PAYLOAD_TAGS = 1 << 20
 
 
+@dataclass(eq=False, slots=True)
+class _Incoming:
+    """A message that is there, but not all of its bytes."""
+
+    source: int
+    buffer: Array
+    request: Any
+
+
 class Channel:
     """Sends and receives messages over one communicator; used from inside the loop, but for `send_soon`."""
 
@@ -91,7 +101,7 @@ class Channel:
         self._lost: set[int] = set()
         self._handlers = _Handlers()
         self._sending: list[tuple[list[Any], bytes, Sequence[torch.Tensor]]] = []
-        self._incoming: tuple[int, Array, Any] | None = None
+        self._incoming: list[_Incoming] = []
         self._expecting = False
         self._unfinished = 0
         self._copying = 0
@@ -181,17 +191,17 @@ class Channel:
         """True while something is on its way whose arrival no doorbell announces."""
         if self._sending:
             self._advance_sends()
-        return bool(self._sending or self._unfinished or self._copying) or self._expecting or self._incoming is not None
+        return bool(self._sending or self._unfinished or self._copying) or self._expecting or bool(self._incoming)
 
     def _progress(self, rung: bool) -> Wait:
         wait = self._advance_sends() if self._sending else Wait.NOTIFY
         if rung:
             self._expecting = sum(self._counted) > sum(self._taken)
-        if self._expecting or self._remote or self._incoming is not None:
+        if self._expecting or self._remote or self._incoming:
             if self._receive():
                 self._expecting = sum(self._counted) > sum(self._taken)
                 return Wait.AGAIN
-            if self._expecting or self._incoming is not None:
+            if self._expecting or self._incoming:
                 return Wait.POLL
         return wait
 
@@ -208,33 +218,45 @@ class Channel:
         return wait
 
     def _receive(self) -> bool:
-        """Take the messages that are there, in order, until one is incomplete; True if there was one."""
-        received = False
+        """Take the messages that are there, those of each rank in their order; True if one was whole."""
+        received = self._complete_incoming() if self._incoming else False
         status, byte = self._status, self._mpi.BYTE
         while True:
-            if self._incoming is None:
+            message = self._comm.Improbe(tag=_MESSAGE_TAG, status=status)
+            if message is None and self._expecting:
+                # The first call has MPI take in what has come and may not see it yet.
                 message = self._comm.Improbe(tag=_MESSAGE_TAG, status=status)
-                if message is None and self._expecting:
-                    # The first call has MPI take in what has come and may not see it yet.
-                    message = self._comm.Improbe(tag=_MESSAGE_TAG, status=status)
-                if message is None:
-                    return received
-                source = status.Get_source()
-                buffer = np.empty(status.Get_count(byte), np.uint8)
-                self._incoming = (source, buffer, message.Irecv([buffer, byte]))
-                if (place := self._place.get(source)) is not None:
-                    self._taken[place] += 1
-            source, buffer, request = self._incoming
-            if not request.Test():
-                if source not in self._lost:
-                    return received
-                # The rest of it will not come, and the messages of the others are behind it.
-                keep_forever(ABANDONED_REQUEST, self._incoming)
-                self._incoming = None
+            if message is None:
+                return received
+            source = status.Get_source()
+            buffer = np.empty(status.Get_count(byte), np.uint8)
+            request = message.Irecv([buffer, byte])
+            if (place := self._place.get(source)) is not None:
+                self._taken[place] += 1
+            # A rank that stops, or whose link is cut, in the middle of a message holds up no other.
+            if any(each.source == source for each in self._incoming) or not request.Test():
+                self._incoming.append(_Incoming(source, buffer, request))
                 continue
-            self._incoming = None
             received = True
             self._open(source, buffer)
+
+    def _complete_incoming(self) -> bool:
+        """Open the messages whose last bytes have come since; True if there was one."""
+        received, waiting = False, set[int]()
+        for entry in tuple(self._incoming):
+            if entry.source in waiting:
+                continue
+            if entry.request.Test():
+                self._incoming.remove(entry)
+                received = True
+                self._open(entry.source, entry.buffer)
+            elif entry.source in self._lost:
+                # The rest of it will not come.
+                self._incoming.remove(entry)
+                keep_forever(ABANDONED_REQUEST, entry)
+            else:
+                waiting.add(entry.source)
+        return received
 
     def _open(self, source: int, buffer: Array) -> None:
         memory = buffer.data

@@ -33,7 +33,8 @@ END_SECONDS = 8.0
 LATE_SECONDS = 20.0
 """What a launcher takes that is later than that."""
 IN_CALLS = 0.1  # Of the jobs: the first rank is killed in small calls
-POINTS_BEFORE = 400  # Of a rank until it is through init
+CALLS = 60
+POINTS_BEFORE = 700  # Until the ranks of a small job are through init
 
 
 class Failure(Exception):
@@ -68,8 +69,8 @@ class Lost:
         job = cls(steps, draw.randrange(size), way, at, reaction, draw.choice([0.02, 0.6, LATE_SECONDS]), seed)
         if draw.random() < IN_CALLS:
             # Who decides for all that they make a call now is gone between two of its stores.
-            at = POINTS_BEFORE + int(draw.expovariate(1 / 500))
-            return replace(job, steps=["inline"] * 10, culprit=0, way="killed", at=at, launcher_seconds=LATE_SECONDS)
+            at = POINTS_BEFORE + int(draw.expovariate(1 / 1_500))
+            return replace(job, steps=["inline"] * CALLS, culprit=0, way="killed", at=at, launcher_seconds=LATE_SECONDS)
         return job
 
     def options(self) -> dict[str, Any]:
