@@ -161,15 +161,6 @@ PLANTS = [
         kinds=("lost",),
     ),
     plant(
-        "an inline allreduce does not notice that the head is lost",
-        (
-            "backends/inline_allreduce.py",
-            "            if system.monotonic() < began + WAIT_SECONDS:\n",
-            "            if True:\n",
-        ),
-        kinds=("elastic", "lost"),
-    ),
-    plant(
         "a duplicate is used before it is made",
         (
             "transport/failure/fault_tolerance.py",
@@ -245,15 +236,6 @@ PLANTS = [
         kinds=("elastic",),
     ),
     plant(
-        "who has heard that the session of RPC is over takes who has left for vanished",
-        (
-            "rpc/agent/shutdown.py",
-            "agent.vanished if self._vanished is None else self._vanished\n",
-            "agent.vanished\n",
-        ),
-        kinds=("rpc", "leavers"),
-    ),
-    plant(
         "the wait for what was agreed is taken for one for the next of that name",
         (
             "collectives/health/wait_for_graph.py",
@@ -318,7 +300,35 @@ PLANTS = [
         ),
         kinds=("bells",),
     ),
+    plant(
+        "a message that is incomplete holds up those of others",
+        (
+            "transport/messages/channel.py",
+            "        received = self._complete_incoming() if self._incoming else False\n",
+            "        received = self._complete_incoming() if self._incoming else False\n"
+            "        if self._incoming:\n            return received\n",
+        ),
+        kinds=("elastic",),
+    ),
     # No job has found these yet.
+    plant(
+        "an inline allreduce does not notice that the head is lost",
+        (
+            "backends/inline_allreduce.py",
+            "            if system.monotonic() < began + WAIT_SECONDS:\n",
+            "            if True:\n",
+        ),
+        kinds=("elastic", "lost"),
+    ),
+    plant(
+        "who has heard that the session of RPC is over takes who has left for vanished",
+        (
+            "rpc/agent/shutdown.py",
+            "agent.vanished if self._vanished is None else self._vanished\n",
+            "agent.vanished\n",
+        ),
+        kinds=("rpc", "leavers"),
+    ),
     plant(
         "others hear of a join before there is what stands in for this rank",
         (
