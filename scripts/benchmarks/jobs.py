@@ -1,4 +1,4 @@
-"""Jobs that a benchmark starts; each returns one answer."""
+"""In which jobs a benchmark runs: one of two ranks, or those that it starts, each of which returns one answer."""
 
 from __future__ import annotations
 
@@ -8,11 +8,23 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
+import hvlike
 from hvlike.errors import LaunchError, UsageError
 from hvlike.launch.run import run
 from hvlike.transport.host.launchers import detect_launcher
 
 T = TypeVar("T")
+
+
+def runs_on_two_ranks(benchmark: str) -> bool:
+    """Start hvlike, and return whether there are two ranks. If not, print that on rank 0 and end hvlike. Collective."""
+    hvlike.init()
+    if hvlike.size() == 2:
+        return True
+    if hvlike.rank() == 0:
+        print(f"bench {benchmark} is for two ranks: mpirun -n 2 scripts/bench {benchmark}", file=sys.stderr)
+    hvlike.shutdown()
+    return False
 
 
 def refuse_inside_a_job(environment: Mapping[str, str], benchmark: str) -> None:

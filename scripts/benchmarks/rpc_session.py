@@ -35,8 +35,9 @@ import torch.distributed.rpc
 from torch import Tensor, nn
 
 import hvlike
+from benchmarks.jobs import runs_on_two_ranks
 from hvlike import rpc
-from hvlike.bench.harness.benchmark import describe, runs_on_two_ranks
+from hvlike.bench.harness.benchmark import describe
 from hvlike.bench.harness.comparison import timed
 from hvlike.bench.harness.processes import Helpers, requests
 from hvlike.bench.harness.raw_mpi import RawMpi

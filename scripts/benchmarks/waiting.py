@@ -23,7 +23,8 @@ import torch
 from torch import nn
 
 import hvlike
-from hvlike.bench.harness.benchmark import add_common, describe, heading, runs_on_two_ranks
+from benchmarks.jobs import runs_on_two_ranks
+from hvlike.bench.harness.benchmark import add_common, describe, heading
 from hvlike.bench.harness.comparison import Summary, with_samples
 from hvlike.bench.harness.report import Bars, format_seconds, publish, table, with_quartiles
 from hvlike.collectives.requests.request import Request, spec_of_tensors

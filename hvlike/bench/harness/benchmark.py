@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import os
 import platform
-import sys
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
@@ -88,17 +87,6 @@ def describe(benchmark: str) -> dict[str, Any]:
         "machine": platform.machine(),
         "mpi": " ".join(library.partition(",")[0].split()),
     }
-
-
-def runs_on_two_ranks(benchmark: str) -> bool:
-    """Start hvlike, and return whether there are two ranks. If not, print that on rank 0 and end hvlike. Collective."""
-    hvlike.init()
-    if hvlike.size() == 2:
-        return True
-    if hvlike.rank() == 0:
-        print(f"bench {benchmark} is for two ranks: mpirun -n 2 python -m hvlike bench {benchmark}", file=sys.stderr)
-    hvlike.shutdown()
-    return False
 
 
 def heading(conditions: dict[str, Any]) -> str:

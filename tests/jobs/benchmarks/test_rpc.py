@@ -58,4 +58,4 @@ def test_json_has_all_that_was_measured(output_of: Callable[[str], str]) -> None
 def test_it_is_for_two_ranks() -> None:
     job = run_job(COMMAND, 1, args=["rpc"], env={"PYTHONPATH": str(CHECKOUT / "scripts")})
     assert job.returncode == 2, job.describe()
-    assert "for two ranks" in job.stderr
+    assert "bench rpc is for two ranks: mpirun -n 2 scripts/bench rpc" in job.stderr
