@@ -2,6 +2,8 @@
 
 from typing import TYPE_CHECKING
 
+from hvlike.backends.operation import Operation as Handle
+from hvlike.backends.operation import poll, synchronize
 from hvlike.collectives.api.allreduce import (
     allreduce,
     allreduce_,
@@ -33,7 +35,6 @@ from hvlike.collectives.api.statistics import Statistics, start_timeline, statis
 from hvlike.collectives.compression import Compression
 from hvlike.collectives.requests.process_set import ProcessSet, global_process_set
 from hvlike.collectives.requests.reduction import Adasum, Average, Max, Min, Product, Sum
-from hvlike.collectives.requests.request import Handle, poll, synchronize
 from hvlike.collectives.session.basics import (
     _check_has_gpu,
     ccl_built,

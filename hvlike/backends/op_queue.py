@@ -18,6 +18,7 @@ from hvlike.backends.base import Backend, SoloBackend
 from hvlike.backends.hierarchical import HierarchicalBackend
 from hvlike.backends.network.cost_model import TYPICAL, MeasuredNetwork, measure
 from hvlike.backends.network.network import Network
+from hvlike.backends.operation import Operation
 from hvlike.backends.shared_memory.cma import CmaMemory
 from hvlike.backends.shared_memory.in_place_shm import SharedAllocations
 from hvlike.backends.shared_memory.region import Region, region_bytes
@@ -52,31 +53,71 @@ class OpQueue:
         self.drives = not isinstance(backend, SoloBackend)  # A thread that waits may take its steps
         self._calls_mpi = not isinstance(backend, SharedBackend)
         self.spin = fabric.spin  # How long `drive` waits before it leaves a job to the loop, which can sleep
-        self._jobs: deque[tuple[Job, Callable[[Task[None]], None]]] = deque()
+        self._jobs: deque[tuple[Coroutine[None], Operation]] = deque()
+        self._last: Operation | None = None  # What it was given last; all before that have ended when this has
         self._running: Task[None] | None = None
         self.broken: BaseException | None = None
         self.peer_left: HorovodInternalError | None = None
         """Why a rank of the group takes no part any more; the reason where another rank gives a job up for that."""
         self._driving = Lock()
 
-    def drive(self, coroutine: Coroutine[None], after: Callable[[Task[None]], None]) -> bool:
-        """Take the steps of a coroutine on the backend in this thread, as long as it moves; True when it has ended.
+    def run(
+        self, job: Job, operation: Operation | None = None, *, drive: bool = False, wake: bool = False
+    ) -> Operation:
+        """Do `job(backend)` after all that this queue was given before. One thread at a time gives it jobs.
 
-        Else a peer lets this rank wait: the loop goes on with it and calls `after(task)` once it has ended. Only where
-        the queue `drives`, while it is idle, by the one thread that submits to it. Raises: StateError: Another thread
-        drives this queue. BaseException: What the coroutine raises.
+        operation: what ends with what the job returns or raises; None: a new one. drive: the caller is about to wait.
+        Where nothing else is in flight here, its thread takes the steps of the job as long as they move. All else is
+        for the loop. wake: nobody is about to drive that. Raises: StateError where another thread drives this queue;
+        what is no Exception (KeyboardInterrupt), once the operation has ended with it.
         """
+        operation = operation or Operation()
+        alone = self._last is None or self._last.done()
+        self._last = operation
+        loop = self._fabric.loop
+        work = self._work(job, operation)
+        if drive and alone and self.drives and self.broken is None and not self.recorder.on:
+            if self._drive(work, operation):
+                return operation
+            wake = False
+        # In this order, whichever thread has the loop look at them first.
+        self._jobs.append((work, operation))
+        if loop.drives_here:
+            self._look()
+        else:
+            loop.post(self._look, wake=wake)
+        return operation
+
+    def _work(self, job: Job, operation: Operation) -> Coroutine[None]:
+        operation.begin()
+        operation.value = yield from job(self.backend)
+
+    def _drive(self, work: Coroutine[None], operation: Operation) -> bool:
+        """Take the steps of a job in this thread. False where a peer lets it wait: the loop can sleep meanwhile."""
         if not self._driving.acquire(blocking=False):
             raise second_driver(f"op queue {self.number} of process set {self.group.number}")
+        error: BaseException | None = None
+        try:
+            if not self._advance(work):
+                return False
+        except BaseException as raised:
+            error = self._lose(raised)
+            if not isinstance(raised, Exception):
+                operation.end(error)
+                raise
+        finally:
+            self._driving.release()
+        operation.end(error)
+        return True
+
+    def _advance(self, work: Coroutine[None]) -> bool:
+        """Take steps as long as they move; True when the job has ended."""
         until = 0.0
         try:
             if self._calls_mpi:
                 # Only the loop's driver may.
-                ended = self._fabric.loop.advance(coroutine, self.spin.network_seconds)
-                if not ended:
-                    self.submit(lambda backend: coroutine, after, wake=False)
-                return ended
-            for wait in coroutine:
+                return self._fabric.loop.advance(work, self.spin.network_seconds)
+            for wait in work:
                 if wait is Wait.AGAIN:
                     until = 0.0
                     continue
@@ -84,26 +125,17 @@ class OpQueue:
                 if not until:
                     until = now + self.spin.queue_seconds
                 elif now > until:
-                    self.submit(lambda backend: coroutine, after, wake=False)
                     return False
                 if self.spin.crowded:
                     # The rank that is waited for may need this core.
                     system.yield_core()
         except BaseException as error:
-            # An interrupt between two steps of the coroutine: it tells the peers that it ends here.
-            coroutine.throw(error)
+            # An interrupt between two steps: the job tells the peers that it ends here.
+            work.throw(error)
             raise
-        finally:
-            self._driving.release()
         return True
 
-    def submit(self, job: Job, after: Callable[[Task[None]], None], *, wake: bool = True) -> None:
-        """Run `job(backend)` after all that was submitted before, then `after(task)` in the loop. From any thread."""
-        self._fabric.loop.post(lambda: self.enqueue(job, after), wake=wake)
-
-    def enqueue(self, job: Job, after: Callable[[Task[None]], None]) -> None:
-        """The same from inside the loop."""
-        self._jobs.append((job, after))
+    def _look(self) -> None:
         if self._running is None:
             self._next()
 
@@ -111,17 +143,18 @@ class OpQueue:
         if not self._jobs:
             self._running = None
             return
-        job, after = self._jobs.popleft()
-        coroutine = self._refuse(self.broken) if self.broken else job(self.backend)
-        self._running = self._fabric.loop.start(coroutine, partial(self._ended, after), wake=False)
+        work, operation = self._jobs.popleft()
+        if self.broken is not None:
+            # It may have begun: the queue was ended while a thread drove it.
+            work.close()
+            work = self._refuse(self.broken)
+        self._running = self._fabric.loop.start(work, partial(self._ended, operation), wake=False)
 
-    def _ended(self, after: Callable[[Task[None]], None], task: Task[None]) -> None:
-        if task.error is not None:
-            task.error = self.lose(task.error)
-        after(task)
+    def _ended(self, operation: Operation, task: Task[None]) -> None:
+        operation.end(None if task.error is None else self._lose(task.error))
         self._next()
 
-    def lose(self, error: BaseException) -> BaseException:
+    def _lose(self, error: BaseException) -> BaseException:
         """The error to raise where a job has ended with `error`: the ranks no longer agree on where they are."""
         if self.peer_left is not None and type(error) is HorovodInternalError:
             error = self.peer_left

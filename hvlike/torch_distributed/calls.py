@@ -24,6 +24,7 @@ from hvlike.backends.base import Backend
 from hvlike.backends.cuda.device_backend import DeviceBackend, on_device
 from hvlike.backends.cuda.runtime import KINDS, events_of, runtime_of
 from hvlike.backends.op_queue import Job, OpQueue
+from hvlike.backends.operation import Operation
 from hvlike.collectives.requests.message_table import name_ranks
 from hvlike.collectives.session.context import Context, current, is_running
 from hvlike.collectives.session.process_set_state import ProcessSetState, stall_limits
@@ -32,7 +33,7 @@ from hvlike.system.system import system
 from hvlike.torch_distributed.directory import describe_calls, describe_missing, directory_of
 from hvlike.torch_distributed.work import Work
 from hvlike.transport.host import mpi_library
-from hvlike.transport.loop.coroutine import Coroutine, Task
+from hvlike.transport.loop.coroutine import Coroutine
 from hvlike.transport.memory.dtypes import dtype_name
 from hvlike.untraced import untraced
 
@@ -64,7 +65,6 @@ class CallQueue:
         self._lock = system.Lock()
         self._pending: dict[int, Work] = {}
         self._held: deque[tuple[Job, Work]] = deque()  # Calls that nobody has begun yet
-        self._submitted = 0  # Calls that were left to the loop and have not ended
         self._driver = 0  # The thread that drives calls, one after the other
         self._backward = self._last_backward = -1  # By autograd's number: the one with calls held, and the last one
         self._of_backward: list[Work] = []
@@ -102,16 +102,15 @@ class CallQueue:
         """
         mpi_library.check_not_forked()
         kind = tensors[0].device.type if tensors else "cpu"
-        if kind in KINDS:
-            job = self._on_device(kind, job, tensors)
         limit = self.seconds if seconds is None else seconds
         with self._lock:
             self.made += 1
             self._records.append((self.made, what, [(each.dtype, each.shape) for each in tensors[:_SHOWN]]))
             work = Work(self, self.made, what, outputs, limit)
             if kind in KINDS:
-                work.uses, work.devices = [tensors, outputs, also], [tensors[0].device]
+                job = self._on_device(kind, job, tensors, also, work)
             self._pending[work.number] = work
+            work.operation.then(partial(self._ended, work))
             self._held.append((job, work))
             if self._driver and self._driver != get_ident():
                 return work
@@ -129,63 +128,31 @@ class CallQueue:
         """Leave what is held to the loop; with the lock held."""
         while self._held:
             job, work = self._held.popleft()
-            self._submitted += 1
-            self._queue.submit(job, partial(self._end, work), wake=wake)
+            self._queue.run(job, work.operation, wake=wake)
 
     def _drive(self, *, waits: bool) -> None:
         """Drive what is held, in its order, as far as nothing before it is in the loop. This thread alone may."""
         try:
             while True:
-                with self._lock:
-                    if self._submitted:
-                        self._hand_over(wake=not waits)
-                    if not self._held:
-                        return
+                try:
                     job, work = self._held.popleft()
-                self._drive_one(job, work, waits=waits)
+                except IndexError:
+                    return
+                self._queue.run(job, work.operation, drive=True, wake=not waits)
+                if work.waited_for or not (work.ended or waits):
+                    # Another thread waits for it; or the background thread has to go on, as this one does not wait.
+                    self.loop.post(_nothing)
         finally:
             with self._lock:
                 self._driver = 0
                 self._hand_over(wake=True)
 
-    def _drive_one(self, job: Job, work: Work, *, waits: bool) -> None:
-        queue, ended = self._queue, True
-        error = queue.broken
-        try:
-            if error is None:
-                ended = queue.drive(job(queue.backend), partial(self._end, work))
-        except BaseException as raised:
-            error = queue.lose(raised)
-            if not isinstance(raised, Exception):
-                raise
-        finally:
-            if ended:
-                if error is not None:
-                    self._note_failure(work)
-                work.settle(error, in_loop=False)
-            else:
-                with self._lock:
-                    self._submitted += 1
-            if work.waited_for or not (ended or waits):
-                # Another thread waits for it; or the background thread has to go on, as this one does not wait.
-                self.loop.post(_nothing)
-
-    def _end(self, work: Work, task: Task[None]) -> None:
-        """The op queue has done what was left to it; in the loop."""
-        with self._lock:
-            self._submitted -= 1
-        device = self._queue.device
-        if task.error is None and device is not None and work.devices:
-            device.keep(work.uses)
-            work.fence = device.fence(work.outputs)
-        work.uses = ()
-        if task.error is not None:
-            self._note_failure(work)
-        work.settle(task.error, in_loop=True)
-
-    def _note_failure(self, work: Work) -> None:
-        """The first call that ends with an error has lost the group; those after it, of other threads say, end so."""
-        self._failed = self._failed or work
+    def _ended(self, work: Work, operation: Operation) -> None:
+        self._pending.pop(work.number, None)
+        if operation.error is not None:
+            # The first has lost the group; those after it, of other threads say, end so.
+            self._failed = self._failed or work
+        work.tell()
 
     def _waits_for_backward(self, work: Work) -> bool:
         """Leave a call that is made in backward to the end of it: there is no core to spare before. With the lock held.
@@ -225,18 +192,22 @@ class CallQueue:
                 if not self._driver:
                     self._hand_over(wake=True)
 
-    def _on_device(self, kind: str, job: Job, tensors: Sequence[torch.Tensor]) -> Job:
-        runtime, device = runtime_of(kind), tensors[0].device
+    def _on_device(self, kind: str, job: Job, tensors: Sequence[torch.Tensor], also: Any, work: Work) -> Job:
+        runtime, device, ready = runtime_of(kind), tensors[0].device, events_of(kind, tensors)
         assert runtime is not None
+        work.devices = [device]
 
         def opening(host: Backend) -> Coroutine[DeviceBackend | None]:
             return (yield from self.set_state.executor.site.devices.open(host, runtime, device))
 
-        return on_device(self._queue, opening, job, events_of(kind, tensors))
+        def run(host: Backend) -> Coroutine[None]:
+            yield from on_device(self._queue, opening, job, ready)(host)
+            backend = self._queue.device
+            assert backend is not None
+            backend.keep([tensors, work.outputs, also])
+            work.operation.fence = backend.fence(work.outputs)
 
-    def forget(self, work: Work) -> None:
-        """A work has ended."""
-        self._pending.pop(work.number, None)
+        return run
 
     def wait_for(self, work: Work, seconds: float | None) -> None:
         """Wait until a work has ended, at most so many seconds; reports who is missing in a long wait."""

@@ -66,11 +66,9 @@ class Transfers:
 
     def _end(self, work: Work, transfer: Transfer) -> None:
         work.source = transfer.source
-        work.settle(transfer.error, in_loop=True)
-
-    def forget(self, work: Work) -> None:
-        """A work has ended."""
+        work.operation.end(transfer.error)
         self._pending.pop(work.number, None)
+        work.tell()
 
     def flush(self) -> None:
         """Have the loop do what the group's collectives hold back: somebody waits."""

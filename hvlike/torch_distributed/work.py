@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
+from hvlike.backends.operation import Operation
 from hvlike.system.system import system
 from hvlike.torch_distributed.recording import recorded
 from hvlike.untraced import untraced
@@ -35,29 +35,33 @@ class Work(_WorkBase):
         self.limit = limit
         self.began = system.monotonic()
         self.deadline = self.began + limit
-        self.ended = False
-        self.error: BaseException | None = None
+        self.operation = Operation()
         self.source = -1
-        self.uses: Any = ()  # Tensors of a GPU, in lists, until the job has ended on the host
-        self.devices: list[int | str | torch.device] = []  # That GPU
-        self.fence: Callable[[], None] | None = None  # What the stream of a GPU still has to be told by who waits
+        self.devices: list[int | str | torch.device] = []  # The GPU of its tensors
         self.waited_for = False  # By a thread, from another one than that which drives the call
-        self._calls = calls
         self.outputs = outputs
+        self._calls = calls
+        self._error: BaseException | None = None  # That of the operation, explained
         self._untold: list[torch.futures.Future[None]] = []  # Who takes the future from here completes it
         self._future: Any = None
 
     # -- how it ends ----------------------------------------------------------------------------
 
-    def settle(self, error: BaseException | None, *, in_loop: bool) -> None:
-        """It has ended, with this error or none."""
-        self.error = error
-        self.ended = True
-        self._calls.forget(self)
+    @property
+    def ended(self) -> bool:
+        return self.operation.done()
+
+    @property
+    def error(self) -> BaseException | None:
+        return self._error or self.operation.error
+
+    def tell(self) -> None:
+        """It has ended: complete the future, if there is one."""
         if self._untold:
-            if in_loop:
+            loop = self._calls.loop
+            if loop.drives_here:
                 # What is chained to the future may wait for other calls, which the loop could not.
-                self._calls.loop.thread_pool.submit(self._tell)
+                loop.thread_pool.submit(self._tell)
             else:
                 self._tell()
 
@@ -81,12 +85,10 @@ class Work(_WorkBase):
             seconds = timeout.total_seconds()
             with recorded("wait"):
                 self._calls.wait_for(self, seconds if seconds > 0 else None)
-        if self.error is not None:
-            self.error = self._calls.explained(self.error, self)
-            raise self.error
-        if self.fence is not None:
-            self.fence()
-        return True
+        if self.operation.error is not None:
+            self._error = self._error or self._calls.explained(self.operation.error, self)
+            raise self._error
+        return self.operation.wait()
 
     def synchronize(self) -> None:
         self.wait()
@@ -136,8 +138,7 @@ class Work(_WorkBase):
     def _value(self) -> Any:
         if self.error is not None:
             raise self.error
-        if self.fence is not None:
-            self.fence()
+        self.operation.wait()
         return self.outputs
 
 

@@ -18,13 +18,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hvlike.backends.arithmetic.reduce_op import ReduceOp
+from hvlike.backends.operation import synchronize
 from hvlike.collectives.api.allreduce import allreduce
 from hvlike.collectives.api.broadcast import broadcast_async_
 from hvlike.collectives.api.objects import allgather_object, broadcast_object
 from hvlike.collectives.api.outcome import settle
 from hvlike.collectives.compression import StatefulCompressor
 from hvlike.collectives.requests.process_set import ProcessSet
-from hvlike.collectives.requests.request import check_tensors, check_writable, synchronize
+from hvlike.collectives.requests.request import check_tensors, check_writable
 from hvlike.collectives.session.basics import rank
 from hvlike.errors import MismatchError, ShapeMismatchError, UsageError, WrongTypeError
 from hvlike.training.gradients.checksums import is_plain

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from hvlike.backends.arithmetic.reduce_op import ReduceOp
+from hvlike.backends.operation import Operation
 from hvlike.collectives.api.allreduce import allreduce_async
 from hvlike.collectives.api.barrier_join import begin_join, end_join, find_common_rank, set_away, submit_join
 from hvlike.collectives.requests.join_protocol import (
@@ -26,7 +27,7 @@ from hvlike.collectives.requests.join_protocol import (
     LeaveRequest,
 )
 from hvlike.collectives.requests.process_set import ProcessSet, global_process_set
-from hvlike.collectives.requests.request import Handle, RequestKey
+from hvlike.collectives.requests.request import RequestKey
 from hvlike.collectives.session.context import current
 from hvlike.errors import (
     HorovodInternalError,
@@ -43,7 +44,7 @@ from hvlike.training.joinable import BuiltInHook, Joinable, JoinConfig
 WARN_THRESHOLD = 1000  # Iterations that a rank may miss without a warning
 
 
-def _sum(handle: Handle) -> int:
+def _sum(handle: Operation) -> int:
     return int(handle.result().item())
 
 
@@ -161,7 +162,7 @@ class Join:
     # In the body
 
     @staticmethod
-    def notify_join_context(joinable: Joinable) -> Handle | None:
+    def notify_join_context(joinable: Joinable) -> Operation | None:
         """Tell the context that this rank has inputs, in each iteration before the collective operations of a Joinable.
 
         Collective in effect. Blocks only where the context throws on early termination.
@@ -199,7 +200,7 @@ class Join:
         """Key of the heartbeat that begins next. Each has its own name: it may begin before the last one has ended."""
         return ("allreduce", f"Join.{self._number}.heartbeat.{self._heartbeats + 1}")
 
-    def _heartbeat(self, *, active: bool) -> Handle:
+    def _heartbeat(self, *, active: bool) -> Operation:
         """Begin a heartbeat: its sum is the number of ranks with inputs. Collective over the set."""
         _, name = self._next_heartbeat
         self._heartbeats += 1
@@ -257,7 +258,7 @@ class Join:
             self._warn(missed)
         return missed
 
-    def _wait_beside_proxies(self, key: RequestKey, handle: Handle) -> Handle:
+    def _wait_beside_proxies(self, key: RequestKey, handle: Operation) -> Operation:
         """Wait, while proxies take part in planned steps; raise their errors: other ranks would wait for this one."""
         proxies = self._set_state.proxies
 

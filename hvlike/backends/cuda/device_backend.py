@@ -329,14 +329,14 @@ def on_device(
     the queue. ready: when the tensors of the job hold their values.
     """
 
-    def run(host: Backend) -> Coroutine[None]:
+    def run(host: Backend) -> Coroutine[Any]:
         if queue.device is None and opening is not None:
             queue.device = yield from opening(queue.backend)
         device = queue.device
         if device is None:
-            return
+            return None
         backend: Backend = host.over(device) if isinstance(host, TracedBackend) else device
-        yield from device.run(job(backend), ready)
+        return (yield from device.run(job(backend), ready))
 
     return run
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from hvlike.backends.arithmetic.reduce_op import op_name
+from hvlike.backends.operation import Operation, synchronize
 from hvlike.collectives.api.gradients import (
     Incoming,
     allreduce_gradient,
@@ -25,7 +26,6 @@ from hvlike.collectives.controller.inline_calls import inline_allreduces
 from hvlike.collectives.requests.process_set import ProcessSet
 from hvlike.collectives.requests.reduction import Average, Max, Min, Product, Reduction, Sum, reduction_of
 from hvlike.collectives.requests.request import (
-    Handle,
     Request,
     all_tensors,
     check_before_compression,
@@ -34,7 +34,6 @@ from hvlike.collectives.requests.request import (
     listed,
     needs_gradient,
     spec_of,
-    synchronize,
 )
 from hvlike.collectives.session.context import Call, begin
 from hvlike.errors import UsageError
@@ -141,7 +140,7 @@ def allreduce_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet | None = None,
-) -> Handle:
+) -> Operation:
     """Start `allreduce` into a new tensor. No gradient. Collective, as `allreduce`; does not block.
 
     Args:
@@ -171,7 +170,7 @@ def allreduce_async_(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet | None = None,
-) -> Handle:
+) -> Operation:
     """Start `allreduce` in place. No gradient. Collective, as `allreduce`; does not block.
 
     Args:
@@ -275,7 +274,7 @@ def grouped_allreduce_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet | None = None,
-) -> Handle:
+) -> Operation:
     """Start `grouped_allreduce` into new tensors. No gradient. Collective, as `grouped_allreduce`; does not block.
 
     Args:
@@ -306,7 +305,7 @@ def grouped_allreduce_async_(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet | None = None,
-) -> Handle:
+) -> Operation:
     """Start `grouped_allreduce` in place. No gradient. Collective, as `grouped_allreduce`; does not block.
 
     Args:
@@ -352,7 +351,7 @@ def _begin(
 
 def _start(
     call: Call, reduction: Reduction, tensors: Sequence[torch.Tensor], *, wake: bool = True, counted: bool = False
-) -> Handle:
+) -> Operation:
     """Start reducing `tensors` in place. The handle returns the tensor of a single call, the list of a grouped one."""
     what, set_state, name, _, _ = call
     spec = spec_of("allreduce", what, name, tensors, reduction=reduction, written=True)

@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 
+from hvlike.backends.operation import Operation, synchronize
 from hvlike.collectives.api.gradients import Incoming, differentiable
 from hvlike.collectives.requests.process_set import ProcessSet
-from hvlike.collectives.requests.request import Handle, Request, needs_gradient, spec_of, synchronize
+from hvlike.collectives.requests.request import Request, needs_gradient, spec_of
 from hvlike.collectives.session.context import begin
 from hvlike.errors import UsageError
 
@@ -74,7 +75,7 @@ def alltoall(
 
 def alltoall_async(
     tensor: torch.Tensor, splits: Splits | None = None, name: str | None = None, process_set: ProcessSet | None = None
-) -> Handle:
+) -> Operation:
     """Start `alltoall`. No gradient. Collective, as `alltoall`; does not block.
 
     Args:
@@ -94,7 +95,7 @@ def alltoall_async(
 
 def _start(
     tensor: torch.Tensor, splits: Splits | None, name: str | None, process_set: ProcessSet | None, *, wake: bool = True
-) -> Handle:
+) -> Operation:
     _, set_state, full_name, _, _ = begin("alltoall", name, process_set)
     spec = spec_of("alltoall", "alltoall", full_name, [tensor])
     which = f"alltoall {full_name!r}"

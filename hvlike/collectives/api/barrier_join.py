@@ -17,11 +17,12 @@ from hvlike.backends.arithmetic.reduce_op import ReduceOp
 from hvlike.backends.base import Backend
 from hvlike.backends.cuda.device_backend import DeviceBackend
 from hvlike.backends.op_queue import Job
+from hvlike.backends.operation import Operation, synchronize
 from hvlike.collectives.api.allreduce import allreduce_async
 from hvlike.collectives.compression import Mark
 from hvlike.collectives.requests.join_protocol import JOIN_KEY, JoinEnd, JoinRequest, JoinScope, LeaveRequest
 from hvlike.collectives.requests.process_set import ProcessSet, global_process_set
-from hvlike.collectives.requests.request import Handle, RequestKey, RequestSpec, synchronize
+from hvlike.collectives.requests.request import RequestKey, RequestSpec
 from hvlike.collectives.session.basics import rank
 from hvlike.collectives.session.context import begin, current
 from hvlike.collectives.session.joined_proxy import PersistentOperation
@@ -65,7 +66,7 @@ def begin_join(
     marks: Mapping[str, Mark],
     scope: JoinScope,
     how: str,
-) -> Handle:
+) -> Operation:
     """Say that this rank has no more data; the handle's result, a JoinEnd, is there when all have said so.
 
     planned: what the set has planned, from before `set_away`; the caller keeps it until `end_join`, as others count on
@@ -94,23 +95,21 @@ def submit_join(
     ended: Callable[[Any], object] = lambda end: None,
     *,
     wake: bool = True,
-) -> Handle:
+) -> Operation:
     """Submit it; the handle's result is what all ranks derive from their requests, a JoinEnd or LeaveEnd.
 
     ended: called with that, in the queue like any other operation: what was agreed before has ended then.
     """
-    ends: list[Any] = []
 
     def job(end: Any) -> Job:
         def run(backend: Backend) -> Coroutine[None]:
             ended(end)
-            ends.append(end)
             yield from ()
 
         return run
 
     spec = RequestSpec(key[0], detail=request)
-    return set_state.controller.submit(spec, key[1], [], lambda request: ends[0], wake=wake, job=job)
+    return set_state.controller.submit(spec, key[1], [], lambda request: request.outputs[0], wake=wake, job=job)
 
 
 def end_join(set_states: list[ProcessSetState], ends: list[JoinEnd]) -> None:
@@ -119,20 +118,21 @@ def end_join(set_states: list[ProcessSetState], ends: list[JoinEnd]) -> None:
     pairs = list(zip(set_states, ends, strict=True))
     for set_state, end in pairs:
         set_state.controller.wait(JOIN_KEY, partial(set_state.proxies.settled, end.plans), None, certain=False)
-    errors: list[BaseException | None] = []
+    ended = Operation()
     devices: list[DeviceBackend] = []
 
     def end_all() -> None:
+        error: BaseException | None = None
         for set_state, end in pairs:
-            error = set_state.proxies.error()
+            error = error or set_state.proxies.error()
             devices.extend(set_state.proxies.end(end.plans, end.spare_queues))
-            errors.append(error)
+        ended.end(error)
 
     loop.post(end_all, wake=False)
-    loop.wait(lambda: len(errors) == len(pairs))
+    loop.wait(ended.done)
     for device in devices:
         device.fence()()
-    error = next(filter(None, errors), None)
+    error = ended.error
     if error is not None:
         raise error if isinstance(error, HorovodInternalError) else HorovodInternalError(str(error)) from error
 

@@ -6,12 +6,13 @@ from collections.abc import Sequence
 
 import torch
 
+from hvlike.backends.operation import Operation, synchronize
 from hvlike.collectives.api.allreduce import allreduce
 from hvlike.collectives.api.gradients import Incoming, differentiable, follows_horovod
 from hvlike.collectives.requests.message_table import name_ranks
 from hvlike.collectives.requests.process_set import ProcessSet
 from hvlike.collectives.requests.reduction import Average, Sum
-from hvlike.collectives.requests.request import Handle, copy_of, first_tensor, needs_gradient, spec_of, synchronize
+from hvlike.collectives.requests.request import copy_of, first_tensor, needs_gradient, spec_of
 from hvlike.collectives.session.context import begin, current
 from hvlike.errors import UsageError
 
@@ -80,7 +81,7 @@ def broadcast_(
 
 def broadcast_async(
     tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet | None = None
-) -> Handle:
+) -> Operation:
     """Start `broadcast` into a new tensor. No gradient. Collective, as `broadcast`; does not block.
 
     Args:
@@ -100,7 +101,7 @@ def broadcast_async(
 
 def broadcast_async_(
     tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet | None = None
-) -> Handle:
+) -> Operation:
     """Start `broadcast_`. Collective, as `broadcast_`; does not block.
 
     Args:
@@ -120,7 +121,7 @@ def broadcast_async_(
 
 def _start(
     tensor: torch.Tensor, root_rank: int, name: str | None, process_set: ProcessSet | None, *, wake: bool = True
-) -> Handle:
+) -> Operation:
     _, set_state, full_name, _, _ = begin("broadcast", name, process_set)
     if root_rank not in set_state.group.ranks:
         raise UsageError(

@@ -19,19 +19,12 @@ from typing import Any
 import torch
 
 from hvlike.backends.arithmetic.reduce_op import op_name
+from hvlike.backends.operation import Operation, synchronize
 from hvlike.collectives.api.gradients import Incoming, differentiable, follows_horovod
 from hvlike.collectives.compression import Compression, CompressorLike, check_compressor
 from hvlike.collectives.requests.process_set import ProcessSet
 from hvlike.collectives.requests.reduction import Adasum, Average, Reduction, Sum, reduction_of
-from hvlike.collectives.requests.request import (
-    Handle,
-    Request,
-    check_before_compression,
-    listed,
-    needs_gradient,
-    spec_of,
-    synchronize,
-)
+from hvlike.collectives.requests.request import Request, check_before_compression, listed, needs_gradient, spec_of
 from hvlike.collectives.session.context import Call, begin
 from hvlike.errors import UnsupportedOpError, UsageError
 
@@ -67,7 +60,7 @@ def allgather(tensor: torch.Tensor, name: str | None = None, process_set: Proces
     return gather_rows(begin("allgather", name, process_set), [tensor])[0]
 
 
-def allgather_async(tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet | None = None) -> Handle:
+def allgather_async(tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet | None = None) -> Operation:
     """Start `allgather`. No gradient. Collective, as `allgather`; does not block.
 
     Args:
@@ -109,7 +102,7 @@ def grouped_allgather(
 
 def grouped_allgather_async(
     tensors: Sequence[torch.Tensor], name: str | None = None, process_set: ProcessSet | None = None
-) -> Handle:
+) -> Operation:
     """Start `grouped_allgather`. No gradient. Collective, as `grouped_allgather`; does not block.
 
     Args:
@@ -176,7 +169,7 @@ def reducescatter_async(
     process_set: ProcessSet | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
-) -> Handle:
+) -> Operation:
     """Start `reducescatter`. No gradient. Collective, as `reducescatter`; does not block.
 
     Args:
@@ -244,7 +237,7 @@ def grouped_reducescatter_async(
     process_set: ProcessSet | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
-) -> Handle:
+) -> Operation:
     """Start `grouped_reducescatter`. No gradient. Collective, as `grouped_reducescatter`; does not block.
 
     Args:
@@ -269,7 +262,7 @@ def grouped_reducescatter_async(
 
 def start_gather(
     call: Call, tensors: Sequence[torch.Tensor], *, detail: Any = None, with_rows: bool = False, wake: bool = True
-) -> Handle:
+) -> Operation:
     """Start concatenating rows; with_rows: the handle returns pairs of a tensor and the rows of each rank in it."""
     spec = spec_of("allgather", call.what, call.name, tensors, detail=detail)
     # Groups and sparse tensors have names of their own.
@@ -300,7 +293,7 @@ def start_reduce(
     *,
     rows: Sequence[Rows] | None = None,
     wake: bool = True,
-) -> Handle:
+) -> Operation:
     """Start reducing rows; rows: those of each rank for each tensor, None to divide them evenly."""
     if reduction.op is Adasum:
         raise UnsupportedOpError(

@@ -6,8 +6,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from hvlike.backends.base import Backend
+from hvlike.backends.operation import synchronize
 from hvlike.collectives.requests.process_set import ProcessSet, global_process_set
-from hvlike.collectives.requests.request import RequestSpec, synchronize
+from hvlike.collectives.requests.request import RequestSpec
 from hvlike.collectives.session.context import current
 from hvlike.collectives.session.process_set_state import ranks_of, what_is_wrong
 from hvlike.errors import UsageError, WrongTypeError

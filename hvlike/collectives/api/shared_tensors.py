@@ -12,9 +12,10 @@ import torch
 
 from hvlike.backends.arithmetic.kernels import ordinary_tensor
 from hvlike.backends.base import Backend
+from hvlike.backends.operation import synchronize
 from hvlike.collectives.requests.process_set import ProcessSet
 from hvlike.collectives.requests.reduction import Min, arithmetic_of
-from hvlike.collectives.requests.request import Request, RequestSpec, synchronize
+from hvlike.collectives.requests.request import Request, RequestSpec
 from hvlike.collectives.session.context import begin, current
 from hvlike.errors import HorovodInternalError, UsageError
 from hvlike.transport.loop.coroutine import Coroutine

@@ -23,6 +23,7 @@ import torch
 
 from hvlike.backends.cuda.runtime import KINDS, events_of
 from hvlike.backends.op_queue import Job
+from hvlike.backends.operation import Operation
 from hvlike.collectives.controller.coordinator import Coordinator, KnownResponse, ResponseList
 from hvlike.collectives.controller.inline_agreement import HURRY, PASS, Agreement
 from hvlike.collectives.controller.owner_names import OwnerNames
@@ -44,7 +45,7 @@ from hvlike.collectives.health.stall_inspector import (
 from hvlike.collectives.health.wait_for_graph import STEP, WaitReport
 from hvlike.collectives.requests.join_protocol import JOIN_KEY, LEAVE_KEY, JoinFailure
 from hvlike.collectives.requests.message_table import Entry, NodeTable, ReadyList, Response, tree_of
-from hvlike.collectives.requests.request import CallSite, Handle, Request, RequestKey, RequestSpec, find_call_site
+from hvlike.collectives.requests.request import CallSite, Request, RequestKey, RequestSpec, find_call_site
 from hvlike.errors import HorovodInternalError
 from hvlike.observe.log import main_stack
 from hvlike.system.system import system
@@ -124,7 +125,7 @@ class Controller:
         job: Callable[[Any], Job] | None = None,
         counted: bool = False,
         home: torch.device | None = None,
-    ) -> Handle:
+    ) -> Operation:
         """Put an operation in flight; `wake=False`: the caller waits. Raises: DuplicateNameError, ShutdownError.
 
         job, home: see Request. counted: an inline attempt has numbered it before.
@@ -135,11 +136,11 @@ class Controller:
         self.tensor_queue.enter(request, counted=counted)
         if self._trace.recorder.on:
             self._trace.submitted(request)
-        handle = request.handle
-        handle.waiter = partial(self.wait, request.key)
+        operation = request.operation
+        operation.waiter = partial(self.wait, request.key)
         self._outbox.append(request)
         self._fabric.loop.post(self._flush, wake=wake)
-        return handle
+        return operation
 
     def wait(self, key: RequestKey, done: Callable[[], bool], timeout: float | None, *, certain: bool = True) -> bool:
         """Wait for the operation `key`; tells the coordinator when that takes long. Without time: one turn of work.
@@ -285,13 +286,13 @@ class Controller:
         for request in self.tensor_queue.close(error):
             kind, name = request.key
             text = f"{kind} {name!r} cannot be completed: rank {gone} will not take part. {error}"
-            request.handle.complete(None, type(error)(text))
+            request.operation.end(type(error)(text))
 
     def close(self, error: HorovodInternalError) -> None:
         if self.agreement is not None:
             self.agreement.stop()
         for request in self.tensor_queue.close(error):
-            request.handle.complete(None, error)
+            request.operation.end(error)
         for stop in list(self._stoppable.values()):
             stop(error)
         self._stoppable.clear()
@@ -392,7 +393,7 @@ class Controller:
             if response.error is not None:
                 stop = self._stoppable.pop(response.key, None)
                 if request is not None:
-                    request.handle.complete(None, response.error)
+                    request.operation.end(response.error)
                 elif stop is not None:
                     stop(response.error)
                 continue

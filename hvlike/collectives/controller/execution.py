@@ -14,6 +14,7 @@ from hvlike.backends.base import Backend, PreparedReduction
 from hvlike.backends.cuda.device_backend import DeviceBackend, home_of, on_device
 from hvlike.backends.cuda.runtime import KINDS, DeviceRuntime, runtime_of
 from hvlike.backends.op_queue import Job, OpQueue, OpQueues
+from hvlike.backends.operation import Operation
 from hvlike.collectives.controller.operations import (
     Agreed,
     ExecutionSite,
@@ -31,7 +32,7 @@ from hvlike.collectives.requests.reduction import Reduction, prepare_one
 from hvlike.collectives.requests.request import RequestSpec
 from hvlike.config import Config
 from hvlike.errors import LaunchError
-from hvlike.transport.loop.coroutine import Coroutine, Task
+from hvlike.transport.loop.coroutine import Coroutine
 
 JOBS: dict[str, Callable[[ExecutionSite, Sequence[Agreed], Backend], Coroutine[None]]] = {
     "allgather": run_allgather,
@@ -72,7 +73,7 @@ class Executor:
             spec = request.spec
             kind = spec.kind
             if kind == "barrier":
-                complete(batch, None, None)
+                complete(batch, None)
                 if recording:
                     self._trace.began(batch)
                     self._trace.ended(batch)
@@ -87,22 +88,27 @@ class Executor:
                 figures[2] += nbytes
                 figures[3] = max(figures[3], count)
                 figures[4] = max(figures[4], nbytes)
-            job = request.job(response.extra) if request.job else None
+            job = None
+            if request.job is not None:
+                request.outputs.append(response.extra)
+                job = request.job(response.extra)
             if job is None and kind == "allreduce" and len(batch) == len(request.tensors) == 1 and not recording:
                 job = self._in_place(spec, request.tensors[0])
             if job is None:
                 job = partial(JOBS[kind], self.site, batch)
-            after = partial(complete, batch, None)
+            device_queue: OpQueue | None = None
             if spec.device in KINDS:
                 runtime = runtime_of(spec.device)
                 if runtime is not None and request.tensors:
                     job = self._on_device(runtime, job, batch)
-                    after = partial(complete, batch, queue)
+                    device_queue = queue
             if self._opening is not None and kind == "allreduce":
                 job = self._opening_after(job, batch)
             if recording:
                 job = self._trace.observe(queue, batch, job)
-            queue.enqueue(job, after)
+            for each, _ in batch:
+                each.operation.begin()
+            queue.run(job).then(partial(complete, batch, device_queue))
 
     def _in_place(self, spec: RequestSpec, tensor: torch.Tensor) -> Job | None:
         """The job of one contiguous tensor in host memory, which is reduced where it is; None for all others."""
@@ -199,19 +205,22 @@ def size_of(agreed: Agreed) -> int:
     return nbytes
 
 
-def complete(batch: Sequence[Agreed], queue: OpQueue | None, task: Task[None] | None) -> None:
-    """Tell the callers how it ended. What is in the stream of a device has not: the waiting stream waits for it."""
-    error = None if task is None else task.error
+def complete(batch: Sequence[Agreed], queue: OpQueue | None, whole: Operation | None = None) -> None:
+    """Tell the callers how `whole`, the batch on its queue, has ended; None: there was nothing to do.
+
+    queue: of a device, if the batch is in its stream: that may not have come so far, and a waiting stream waits for it.
+    """
+    error = None if whole is None else whole.error
     device = None if queue is None else queue.device
     with nullcontext() if device is None or error is not None else device.runtime.use(device.stream):
         for request, _ in batch:
-            result, fence, failure = None, None, error
+            operation, failure = request.operation, error
             if failure is None:
                 try:
                     if device is not None:
                         device.keep(request.tensors)
-                    result = request.finish(request)
-                    fence = None if device is None else device.fence(result)
+                    operation.value = request.finish(request)
+                    operation.fence = None if device is None else device.fence(operation.value)
                 except Exception as error_of_one:
-                    result, failure = None, error_of_one
-            request.handle.complete(result, failure, fence)
+                    failure = error_of_one
+            operation.end(failure)

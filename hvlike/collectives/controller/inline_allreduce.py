@@ -20,7 +20,6 @@ from hvlike.collectives.controller.inline_calls import KIND, MOST_KNOWN, STEPS, 
 from hvlike.collectives.requests.reduction import Average
 from hvlike.observe.recorder import Recorder
 from hvlike.system.system import system
-from hvlike.transport.loop.coroutine import Task
 from hvlike.transport.memory.dtypes import bytes_at
 from hvlike.transport.memory.own_memory import has_memory
 
@@ -173,6 +172,7 @@ class InlineAllreduce(InlineCalls[_Plan]):
         self._controller.steps[STEPS] = self._large
         assert piece.at_once is not None
         coroutine = piece.at_once.begin(address, shared=shared)
-        ended: list[Task[None]] = []
-        if not inline.queue.drive(coroutine, ended.append):
-            self._await(ended, self._large, name, inline.queue.fail)
+        operation = inline.queue.run(lambda backend: coroutine, drive=True)
+        if not operation.done():
+            self._await(operation.done, self._large, name, inline.queue.fail)
+        operation.wait()

@@ -23,7 +23,6 @@ from hvlike.collectives.requests.request import CallSite, RequestKey, RequestSpe
 from hvlike.errors import HorovodInternalError
 from hvlike.observe.recorder import Recorder
 from hvlike.system.system import of_process, system
-from hvlike.transport.loop.coroutine import Task
 
 MOST_KNOWN = 1024  # Kinds of calls, their memory and names that are remembered; with one more all are learned anew
 MOST_SPARING = 63  # After refusals in a row only every 64th call is an attempt: that with a number all ranks attempt at
@@ -113,18 +112,15 @@ class InlineCalls(Generic[P]):
         return known
 
     def _await(
-        self, ended: list[Task[None]], number: int, name: str, stop: Callable[[HorovodInternalError], None]
+        self, done: Callable[[], bool], number: int, name: str, stop: Callable[[HorovodInternalError], None]
     ) -> None:
-        """Wait for the end of a reduction, with reports of who is missing. Raises: The error that it ends with."""
+        """Wait for the end of a reduction, with reports of who is missing."""
         key = (STEP, STEPS)
         self._controller.enter_step(key, number, find_call_site(), name, stop)
         try:
-            self._controller.wait(key, lambda: bool(ended), None, certain=False)
+            self._controller.wait(key, done, None, certain=False)
         finally:
             self._controller.leave_step(key)
-        error = ended[0].error
-        if error is not None:
-            raise error
 
     def _refused(self, index: int) -> None:
         """Not all do operation number `index` at once: fewer attempts follow."""

@@ -27,7 +27,7 @@ from hvlike.collectives.requests.reduction import Average
 from hvlike.errors import HorovodInternalError
 from hvlike.system.system import system
 from hvlike.transport.fabric import Fabric
-from hvlike.transport.loop.coroutine import Coroutine, Task, Wait
+from hvlike.transport.loop.coroutine import Coroutine, Wait
 from hvlike.transport.memory.dtypes import Array, bytes_at
 from hvlike.transport.world import Group
 
@@ -158,19 +158,18 @@ class InlineMessages(InlineCalls[_Plan]):
         coroutine = self._steps(index, words, plan, piece, tensor)
         if loop.advance(coroutine, self._op_queue.spin.network_seconds):
             return agreement.answer
-        ended: list[Task[None]] = []
-        task = loop.start(coroutine, ended.append, wake=False)
+        task = loop.start(coroutine, wake=False)
 
         def stop(error: HorovodInternalError) -> None:
             agreement.stop()
             if agreement.answer:
                 loop.cancel(task, error)
 
-        if not loop.wait(lambda: bool(ended), HURRY_SECONDS):
+        if not loop.wait(lambda: task.done, HURRY_SECONDS):
             agreement.hurry()
-            self._await(ended, index, name, stop)
-        elif ended[0].error is not None:
-            raise ended[0].error
+            self._await(lambda: task.done, index, name, stop)
+        if task.error is not None:
+            raise task.error
         return agreement.answer
 
     def _steps(
@@ -241,6 +240,8 @@ class InlineMessages(InlineCalls[_Plan]):
             self._run(function, *arguments, **keywords)
 
     def _reduce(self, arithmetic: Arithmetic, tensor: torch.Tensor, index: int, name: str) -> None:
-        queue, ended = self._op_queue, list[Task[None]]()
-        if not queue.drive(queue.backend.allreduce([tensor.view(-1)], arithmetic), ended.append):
-            self._await(ended, index, name, queue.fail)
+        queue, flat = self._op_queue, tensor.view(-1)
+        operation = queue.run(lambda backend: backend.allreduce([flat], arithmetic), drive=True)
+        if not operation.done():
+            self._await(operation.done, index, name, queue.fail)
+        operation.wait()

@@ -191,14 +191,13 @@ def recorded(
 ) -> Job:
     """A job that stands in the row of its queue while it runs, with the phases of its backend inside."""
 
-    def run(backend: Backend) -> Coroutine[None]:
+    def run(backend: Backend) -> Coroutine[Any]:
         if not recorder.on:
-            yield from job(backend)
-            return
+            return (yield from job(backend))
         row = recorder.row(f"set {queue.group.number} queue {queue.number}")
         recorder.begin(row, name, {**arguments, "tensors": len(tensors), "bytes": total_bytes(tensors)})
         try:
-            yield from job(TracedBackend(backend, recorder, row))
+            return (yield from job(TracedBackend(backend, recorder, row)))
         finally:
             recorder.end(row)
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -26,6 +26,7 @@ from hvlike.backends.cuda.device_backend import DeviceBackend, on_device
 from hvlike.backends.cuda.runtime import DeviceRuntime, Stream, runtime_of
 from hvlike.backends.hierarchical import HierarchicalBackend
 from hvlike.backends.op_queue import Job, OpQueue
+from hvlike.backends.operation import Operation
 from hvlike.collectives.controller.controller import Controller
 from hvlike.collectives.controller.trace import recorded
 from hvlike.collectives.persistent.bucket import Bucket, PlannedPart, ReductionSettings
@@ -34,7 +35,7 @@ from hvlike.collectives.requests.reduction import arithmetic_of, row_by_row
 from hvlike.collectives.requests.request import CallSite, RequestKey
 from hvlike.system.system import system
 from hvlike.transport.fabric import PlanEpoch
-from hvlike.transport.loop.coroutine import Coroutine, Task
+from hvlike.transport.loop.coroutine import Coroutine
 
 
 class GradientStreams:
@@ -78,7 +79,6 @@ def gradient_streams_of(devices: Iterable[torch.device]) -> GradientStreams | No
     return GradientStreams(found[0][0], [device for _, device in found]) if found else None
 
 
-Ended = Callable[[Task[None]], None]
 _NOTHING: AbstractContextManager[Any] = nullcontext()
 
 PLANNED = "gradients"
@@ -118,33 +118,31 @@ class Schedule:
         self,
         number: int,
         tensors: Sequence[torch.Tensor],
-        after: Ended,
         *,
         active: int,
         wake: bool,
         streams: Iterable[Stream] = (),
         drive: bool = False,
-    ) -> bool:
-        """Start bucket `number` on these tensors, one for each of its entries; `after` is called in the loop.
+    ) -> Operation | None:
+        """Start bucket `number` on these tensors, one for each of its entries.
 
-        streams: of a device, where the tensors are made. drive: the caller would wait, and does what it can of the work
-        here and now, errors included. Returns False, and does not call `after`, where the host has nothing left to do.
+        streams: of a device, where the tensors are made. drive: the caller is about to wait: see OpQueue.run. Returns
+        None where the host has nothing left to do.
         """
         self.queue.counters.ran(PLANNED, len(tensors), self._bytes[number])
         job = self.buckets[number].job(tensors, active=active)
         if number in self._on_device:
             rest = self._launch(number, job, streams)
             if rest is None and number < len(self.buckets) - 1:
-                return False
+                return None
             job = rest or _nothing
         if number == len(self.buckets) - 1:
             job = self._counting(job, tensors, active)
         if self.queue.recorder.on:
             job = recorded(self.queue.recorder, self.queue, f"BUCKET {number}", {"plan": self.serial}, tensors, job)
-        elif drive and self._may_drive(number):
-            return not self._drive(job, after)
-        self.queue.submit(job, after, wake=wake)
-        return True
+        # A device, and a compressor, may call for the loop.
+        drive = drive and number not in self._on_device and self.buckets[number].is_plain
+        return self.queue.run(job, drive=drive, wake=wake)
 
     def sizes(self) -> list[tuple[int, int]]:
         return [(len(bucket.entries), nbytes) for bucket, nbytes in zip(self.buckets, self._bytes, strict=True)]
@@ -160,21 +158,6 @@ class Schedule:
             counting = len(found)
             found.extend(parts)
         return (found, counting) if found else None
-
-    def _may_drive(self, number: int) -> bool:
-        """Whether a thread other than the loop's may take the steps of a bucket."""
-        queue = self.queue
-        alone = queue.drives and queue.idle and queue.broken is None
-        return alone and number not in self._on_device and self.buckets[number].is_plain
-
-    def _drive(self, job: Job, after: Ended) -> bool:
-        queue = self.queue
-        try:
-            return queue.drive(job(queue.backend), after)
-        except BaseException as error:
-            # As where the loop runs it: the ranks no longer agree on where they are.
-            queue.broken = queue.broken or error
-            raise
 
     @property
     def device(self) -> DeviceBackend | None:
@@ -276,14 +259,12 @@ class CompiledStep:
         self._counts = schedule.queue.counters.of_steps(key[1], PLANNED, schedule.sizes())
 
     def run(
-        self, tensors: Sequence[torch.Tensor], missing: Collection[int], step: int, site: CallSite, after: Ended
-    ) -> bool | None:
+        self, tensors: Sequence[torch.Tensor], missing: Collection[int], step: int, site: CallSite
+    ) -> Operation | None:
         """Reduce the tensors in place, one for each entry of the plan. Collective; does not sleep.
 
         missing: the entries that this rank lacks, for which it has zeros.
-        Returns True when all is reduced, False when a peer lets this rank wait and the rest was left to the loop, which
-        calls `after` at its end, None when nothing has begun because a tensor does not lie in memory as agreed.
-        Raises: HorovodInternalError when a peer has left, or reduces something else. The queue is broken then.
+        Returns None when nothing has begun because a tensor does not lie in memory as agreed.
         """
         began = self._began = system.monotonic()
         picked = []
@@ -297,15 +278,7 @@ class CompiledStep:
             picked.append((mine, addresses))
         self._steps[self._key[1]] = step
         self._tensor_queue.last = (self._key, site, began)
-        try:
-            if not self._queue.drive(self._coroutine(picked, missing), after):
-                return False
-        except BaseException as error:
-            # The ranks no longer agree on where they are.
-            self._queue.broken = self._queue.broken or error
-            raise
-        self.count()
-        return True
+        return self._queue.run(partial(self._reduce, picked, missing), drive=True)
 
     @property
     def slow_network(self) -> bool:
@@ -321,8 +294,11 @@ class CompiledStep:
         if seconds > counts.longest_seconds:
             counts.longest_seconds = seconds
 
-    def _coroutine(
-        self, picked: Sequence[tuple[Sequence[torch.Tensor], list[int]]], missing: Collection[int]
+    def _reduce(
+        self,
+        picked: Sequence[tuple[Sequence[torch.Tensor], list[int]]],
+        missing: Collection[int],
+        backend: Backend,
     ) -> Coroutine[None]:
         """The prepared reductions in the order of the plan, and what is left to find out if a rank lacks some."""
         schedule, active = self._schedule, 1 + INCOMPLETE * bool(missing)
@@ -332,7 +308,7 @@ class CompiledStep:
                 # As note_count does: where the caches are cold, a call costs more than most statements.
                 schedule.active, schedule.incomplete = count % INCOMPLETE, count >= INCOMPLETE
         if schedule.incomplete:
-            yield from schedule.find_absent(missing)(self._queue.backend)
+            yield from schedule.find_absent(missing)(backend)
 
 
 def compile_step(schedule: Schedule, key: RequestKey, epoch: PlanEpoch, controller: Controller) -> CompiledStep | None:

@@ -1,13 +1,10 @@
-"""What a caller asks for: the request, what must be equal on all ranks (`RequestSpec`), where in the user's program the
-call is (`CallSite`), and the `Handle` to wait for the result.
-
-A handle is future-like (`wait`, `done`, `result`) and is what Horovod's `poll` and `synchronize` take.
+"""What a caller asks for: the request, what must be equal on all ranks (`RequestSpec`), and where in the user's program
+the call is (`CallSite`).
 """
 
 from __future__ import annotations
 
 import functools
-import itertools
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -19,8 +16,9 @@ import torch
 
 from hvlike.backends.cuda.runtime import Event
 from hvlike.backends.op_queue import Job
+from hvlike.backends.operation import Operation
 from hvlike.collectives.requests.reduction import Reduction, check_reduction, is_dense
-from hvlike.errors import UnknownHandleError, UsageError, WaitTimeoutError, WrongTypeError
+from hvlike.errors import UsageError, WrongTypeError
 from hvlike.system.system import system
 from hvlike.transport.memory.dtypes import dtype_name, element_of
 from hvlike.transport.memory.own_memory import check_memory, check_stand_in, has_memory, stand_in
@@ -54,148 +52,6 @@ def _is_inside(filename: str) -> bool:
     return filename.startswith(_NOT_THE_USER)
 
 
-_numbers = itertools.count()
-
-Waiter = Callable[[Callable[[], bool], float | None], bool]  # False when the given seconds have passed first
-
-
-class Handle:
-    """One operation in flight on this rank."""
-
-    __slots__ = ("_done", "_error", "_fence", "_lock", "_result", "cleared", "number", "waiter")
-
-    def __init__(self) -> None:
-        self.number = next(_numbers)
-        self.cleared = False
-        self._done = False
-        self._result: Any = None
-        self._error: BaseException | None = None
-        self._fence: Callable[[], None] | None = None
-        self.waiter: Waiter | None = None  # Blocks until a condition holds, at most some seconds
-        self._lock = system.Lock()
-
-    def complete(self, result: Any, error: BaseException | None, fence: Callable[[], None] | None = None) -> None:
-        """Record how the operation ended; the first call counts.
-
-        Args:
-            result: The output.
-            error: What `wait` and `result` raise; None if it ended well.
-            fence: Called by every thread that has waited, before it uses the result: on a GPU it may not be done yet.
-        """
-        with self._lock:
-            if not self._done:
-                self._result, self._error, self._fence = result, error, fence
-                self._done = True
-
-    def done(self) -> bool:
-        """True once the operation has ended, well or badly. Never blocks."""
-        return self._done
-
-    def wait(self, timeout: float | None = None) -> bool:
-        """Block until the operation has ended; on a GPU, until it is in a stream that the current one then waits for.
-
-        Args:
-            timeout: Seconds; None for no limit.
-
-        Returns:
-            True when it has ended, False when the time ran out before. The operation goes on then.
-
-        Raises:
-            HorovodInternalError: The error of the operation.
-        """
-        if not self._done and self.waiter is not None:
-            self.waiter(self.done, timeout)
-        if self._done and self._error is not None:
-            raise self._error
-        if self._done and self._fence is not None:
-            self._fence()
-        return self._done
-
-    def result(self, timeout: float | None = None) -> Any:
-        """Block until the operation has ended and return its output. May be called repeatedly.
-
-        Args:
-            timeout: Seconds; None for no limit.
-
-        Returns:
-            The output, as `synchronize`.
-
-        Raises:
-            HorovodInternalError: The error of the operation.
-            TimeoutError: When the time ran out before.
-        """
-        if not self.wait(timeout):
-            raise WaitTimeoutError(f"the operation of {self!r} has not ended within {timeout} s")
-        return self._result
-
-    def __int__(self) -> int:
-        """A number of its own in this process: Horovod's handles are numbers."""
-        return self.number
-
-    def __repr__(self) -> str:
-        state = "done" if self._done else "in flight"
-        return f"Handle({self.number}, {state})"
-
-
-def poll(handle: Handle) -> bool:
-    """Say whether an operation has ended. Never blocks.
-
-    Args:
-        handle: What an asynchronous call returned.
-
-    Returns:
-        True once `synchronize` would return (or raise) at once.
-
-    Raises:
-        UnknownHandleError: If it is not a handle, or was synchronized before (a ValueError).
-
-    Source: horovod.torch.poll.
-    """
-    if not isinstance(handle, Handle) or handle.cleared:
-        raise _unknown(handle)
-    if not handle.done() and handle.waiter is not None:
-        handle.waiter(handle.done, 0.0)
-    return handle.done()
-
-
-def synchronize(handle: Handle) -> Any:
-    """Block until an operation has ended, return its output and forget the handle.
-
-    Args:
-        handle: What an asynchronous call returned.
-
-    Returns:
-        The output tensor, or a list of them for grouped operations.
-
-    Raises:
-        UnknownHandleError: If it is not a handle, or was synchronized before (a ValueError).
-        HorovodInternalError: The error of the operation: MismatchError, PeerLeftError, StalledError, ShutdownError, ...
-
-    Example:
-        >>> handle = hvd.allreduce_async(tensor)
-        >>> tensor = hvd.synchronize(handle)
-
-    Source: horovod.torch.synchronize.
-    """
-    if not isinstance(handle, Handle) or handle.cleared:
-        raise _unknown(handle)
-    handle.cleared = True
-    handle.wait()
-    return handle._result
-
-
-def _unknown(handle: object) -> UnknownHandleError:
-    if not isinstance(handle, Handle):
-        return UnknownHandleError(
-            f"Handle {handle!r} was not created or has been cleared. Expected what an *_async call of this process "
-            f"returned, got {type(handle).__name__}."
-        )
-    return UnknownHandleError(
-        f"Handle {handle.number} was not created or has been cleared. It was synchronized before: keep the output "
-        "of the first synchronize, or call handle.result(), which may be repeated."
-    )
-
-
 RequestKey = tuple[str, str]  # Kind and name: what identifies an operation in flight
 
 
@@ -220,7 +76,7 @@ class Request:
     spec: RequestSpec
     tensors: Sequence[torch.Tensor]
     finish: Callable[[Request], Any]  # Makes the result once the tensors or outputs hold it; called in the loop
-    handle: Handle = field(default_factory=Handle)
+    operation: Operation = field(default_factory=Operation)
     outputs: list[Any] = field(default_factory=list)  # What the job itself has made: gathered tensors, queues
     job: Callable[[Any], Job] | None = None  # Makes the job of a request that brings its own, from `Response.extra`
     place: CallSite | str = ""

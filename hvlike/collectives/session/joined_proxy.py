@@ -22,6 +22,7 @@ from hvlike.backends.base import Backend
 from hvlike.backends.cuda.device_backend import DeviceBackend, on_device
 from hvlike.backends.cuda.runtime import Event
 from hvlike.backends.op_queue import OpQueue, OpQueues
+from hvlike.backends.operation import Operation
 from hvlike.collectives.compression import Mark
 from hvlike.collectives.controller.controller import OPTIONS, Controller
 from hvlike.collectives.health.option_watch import OptionWatch, ReadOptions
@@ -31,8 +32,7 @@ from hvlike.collectives.requests.join_protocol import PLANNED_KINDS, neutral_ten
 from hvlike.collectives.requests.message_table import Response
 from hvlike.collectives.requests.request import CallSite, Request, RequestSpec
 from hvlike.errors import ShutdownError, UsageError
-from hvlike.system.system import system
-from hvlike.transport.loop.coroutine import Coroutine, Task
+from hvlike.transport.loop.coroutine import Coroutine
 
 if TYPE_CHECKING:
     from hvlike.collectives.session.process_set_state import ProcessSetState
@@ -73,27 +73,24 @@ class PlanProxy(JoinedProxy):
         self._schedule = schedule
         with schedule.in_stream():
             self._tensors = [schedule.zeros(number) for number in range(len(schedule.buckets))]
-        self._left = 0
 
     def begin(self) -> None:
-        self._left = len(self._tensors)
-        for number, tensors in enumerate(self._tensors):
-            if not self._schedule.start(number, tensors, self._ended, active=0, wake=False):
-                self._left -= 1
+        started = [
+            self._schedule.start(number, tensors, active=0, wake=False) for number, tensors in enumerate(self._tensors)
+        ]
+        # The last one counts, so the host always has a part in it. It has the error of those before.
+        if started[-1] is not None:
+            started[-1].then(self._ended)
 
-    def _ended(self, task: Task[None]) -> None:
-        self._left -= 1
-        self.error = self.error or task.error
-        if self._left or self.finished:
-            return
-        if self.error is None and self._schedule.incomplete:
+    def _ended(self, last: Operation) -> None:
+        if last.error is None and self._schedule.incomplete and not self.finished:
             every = range(self._schedule.entries)
-            self.queue.submit(self._schedule.find_absent(every), self._step_ended, wake=False)
+            self.queue.run(self._schedule.find_absent(every)).then(self._step_ended)
         else:
-            self._step_ended(task)
+            self._step_ended(last)
 
-    def _step_ended(self, task: Task[None]) -> None:
-        self.error = self.error or task.error
+    def _step_ended(self, last: Operation) -> None:
+        self.error = self.error or last.error
         if self.finished:
             return
         if not self._goes_on(self._schedule.active):
@@ -117,7 +114,6 @@ class QueueProxy(JoinedProxy):
         super().__init__(queue, serial)
         self._ready = ready
         self._stand_in = stand_in
-        self._active = 0
 
     def begin(self) -> None:
         try:
@@ -126,15 +122,12 @@ class QueueProxy(JoinedProxy):
             self.cancel(error)
             return
 
-        def run(backend: Backend) -> Coroutine[None]:
-            self._active = yield from job(backend)
+        work = job if self._ready is None else on_device(self.queue, None, job, self._ready)
+        self.queue.run(work).then(self._ended)
 
-        work = run if self._ready is None else on_device(self.queue, None, run, self._ready)
-        self.queue.submit(work, self._ended, wake=False)
-
-    def _ended(self, task: Task[None]) -> None:
-        self.error = self.error or task.error
-        if not self.finished and self._goes_on(self._active):
+    def _ended(self, step: Operation) -> None:
+        self.error = self.error or step.error
+        if not self.finished and self._goes_on(step.value):
             self.begin()
 
 
@@ -148,15 +141,21 @@ class PersistentOperation(ABC):
         self.served = 0  # Steps that have ended since the last agreement: the same on every rank after a step
         self._set_state: ProcessSetState | None = None
         self._release: weakref.finalize[Any, Any] | None = None
-        self._lock = system.Lock()
         self._step = 0
-        self._unfinished = 0
+        self._in_step = False
+        self._running: list[Operation] = []  # What this rank has begun of the step under way, in the queue's order
         self._options: OptionWatch | None = None
         self._look_at = math.inf  # After this step the options are looked at
 
     @property
     def busy(self) -> bool:
-        return self._unfinished > 0
+        """Whether a step has begun that has not ended. Any thread."""
+        return self._in_step or self._is_running
+
+    @property
+    def _is_running(self) -> bool:
+        # The queue does them in their order.
+        return bool(self._running) and not self._running[-1].done()
 
     @property
     def healthy(self) -> bool:
@@ -235,14 +234,14 @@ class PersistentOperation(ABC):
         self._release = weakref.finalize(self, queues.give_back, queue.number)
         return queue, agreed
 
-    def _wait_in_step(self, step: int, site: CallSite, detail: str, done: Callable[[], bool]) -> None:
-        """Wait for the end of a step; reports and the search for deadlocks know of it."""
+    def _wait_in_step(self, step: int, site: CallSite, detail: str = "") -> None:
+        """Wait for the end of what runs in a step; reports and the search for deadlocks know of it."""
         assert self._set_state is not None
         controller, key = self._set_state.controller, (STEP, self.name)
         controller.enter_step(key, step, site, detail, self.fail)
         self._set_state.rounds.check_step(self.name, step, self.fail)
         try:
-            controller.wait(key, done, None)
+            controller.wait(key, self._running[-1].done, None)
         finally:
             controller.leave_step(key)
 
@@ -295,10 +294,8 @@ class JoinedProxies:
     def check_idle(self, call: str) -> None:
         """Raise UsageError where a step is half done, in which this rank cannot stand in too."""
         for each in self.planned:
-            # A steady step of another thread has it.
-            with each._lock:
-                busy = each.busy
-            if busy:
+            # Another thread says that it is in a step before it looks whether this one stands in.
+            if each.busy:
                 raise UsageError(
                     f"{call} between backward and step: {each.name!r} is being reduced. Call optimizer.step() or "
                     "optimizer.synchronize() first; a DistributedDataParallel whose backward pass has raised completes "

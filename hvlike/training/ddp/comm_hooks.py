@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 from torch.futures import Future
 
+from hvlike.backends.operation import Operation
 from hvlike.collectives.api.allreduce import allreduce
 from hvlike.collectives.compression import Compression, CompressionStats, CompressorLike, PowerSGD, StatefulCompressor
 from hvlike.collectives.requests.plan import fill_buckets
 from hvlike.collectives.requests.process_set import ProcessSet
 from hvlike.collectives.requests.reduction import Average, Max
-from hvlike.collectives.requests.request import Handle
 from hvlike.collectives.session.context import current
 from hvlike.errors import UsageError, WrongTypeError
 from hvlike.training.gradients.grad_state import gradient_dtype
@@ -90,7 +90,7 @@ def split(buffer: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:
 def hook_result(returned: Any) -> Any:
     """Return the value of a Future, a Handle or a list of one, or what the hook has returned itself. Blocks."""
     value = returned
-    if isinstance(returned, Handle):
+    if isinstance(returned, Operation):
         value = returned.result()
     elif isinstance(returned, torch._C.Future):
         # `then` makes futures of this base class. This rank's loop runs meanwhile.
@@ -104,7 +104,7 @@ def hook_result(returned: Any) -> Any:
     return value
 
 
-Hook = Callable[[Any, GradBucket], "Future[Any] | Handle | Tensor"]
+Hook = Callable[[Any, GradBucket], "Future[Any] | Operation | Tensor"]
 
 
 @dataclass(eq=False)

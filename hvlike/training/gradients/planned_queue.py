@@ -35,7 +35,7 @@ from hvlike.collectives.requests.request import find_call_site, order_in_memory
 from hvlike.collectives.session.context import Context, current, is_running
 from hvlike.collectives.session.joined_proxy import CountingJob, JoinedProxy, PersistentOperation, QueueProxy
 from hvlike.errors import UsageError
-from hvlike.transport.loop.coroutine import Coroutine, Task
+from hvlike.transport.loop.coroutine import Coroutine
 from hvlike.transport.world import Group
 
 _shape: Callable[[Tensor], torch.Size] = attrgetter("shape")
@@ -208,44 +208,33 @@ class PlannedQueue(PersistentOperation):
             self._look_at_options()
         self._step += 1
         set_state.controller.steps[self.name] = self._step
-        counts: list[int] = []
-        errors: list[BaseException | None] = []  # One, once the job has ended
 
-        def run(backend: Backend) -> Coroutine[None]:
-            counts.append((yield from job(backend)))
-
-        def note_end(task: Task[None]) -> None:
-            with self._lock:
-                self._unfinished -= 1
-            self.served += task.error is None
-            # Not the task: it holds this function, and the two would keep the queue alive after its owner.
-            errors.append(task.error)
+        def run(backend: Backend) -> Coroutine[int]:
+            active = yield from job(backend)
+            self.served += 1
+            return active
 
         ready = self._tensors_ready()
         work: Job = run if ready is None else on_device(queue, None, run, ready)
         if queue.recorder.on:
             work = recorded(queue.recorder, queue, self.name, {"step": self._step}, [], work)
-        with self._lock:
-            self._unfinished += 1
+        # First this: a thread that joins looks at it after it has said so.
+        self._in_step = True
         try:
-            # After it counts as begun: a thread that joins looks at it after it has said so.
             set_state.proxies.check_present(self.name)
-        except UsageError:
-            with self._lock:
-                self._unfinished -= 1
-            raise
-        queue.submit(work, note_end, wake=False)
-        if not errors:
-            with exposed_wait(queue, self.name, self._step):
-                # Reports and the search for deadlocks know of it.
-                self._wait_in_step(self._step, find_call_site(), "", lambda: bool(errors))
-        (error,) = errors
-        if error is not None:
+            operation = queue.run(work, drive=ready is None)
+            self._running = [operation]
+            if not operation.done():
+                with exposed_wait(queue, self.name, self._step):
+                    self._wait_in_step(self._step, find_call_site())
+        finally:
+            self._in_step = False
+        if operation.error is not None:
             self.close()
-            raise error
+        active: int = operation.result()
         if queue.device is not None:
             queue.device.fence()()
-        return counts[0]
+        return active
 
     def _tensors_ready(self) -> list[Event] | None:
         """When the tensors of a step hold their values: those of the current stream. None: they are on the CPU."""

@@ -35,8 +35,8 @@ from hvlike.collectives.requests.request import find_call_site, order_in_memory
 from hvlike.collectives.session.context import current
 from hvlike.collectives.session.joined_proxy import JoinedProxy, PersistentOperation, PlanProxy
 from hvlike.collectives.session.process_set_state import ProcessSetState
+from hvlike.system.system import system
 from hvlike.transport.host.topology import SpareCore
-from hvlike.transport.loop.coroutine import Task
 from hvlike.transport.memory.dtypes import dtype_name
 from hvlike.transport.memory.own_memory import check_gradients
 
@@ -95,8 +95,7 @@ class PlannedReducer(PersistentOperation):
         self._on_device: set[int] = set()
         self._missing: list[int] = []
         self._started = 0
-        self._in_step = False
-        self._error: BaseException | None = None
+        self._lock = system.Lock()
         self._compiled: CompiledStep | None = None
         self._epoch = self._set_state.plan_epoch
         self._site = find_call_site()
@@ -109,7 +108,7 @@ class PlannedReducer(PersistentOperation):
 
     @property
     def busy(self) -> bool:
-        return bool(self._marked) or self._in_step or super().busy
+        return bool(self._marked) or super().busy
 
     @property
     def wants_marks(self) -> bool:
@@ -141,7 +140,7 @@ class PlannedReducer(PersistentOperation):
             self._missing[bucket] -= 1
             if not self._missing[bucket]:
                 self._start_complete()
-        if self._hooks_move and self._unfinished:
+        if self._hooks_move and self._is_running:
             current().fabric.loop.turn()
 
     def finish(self, tensors: Sequence[torch.Tensor], missing: Collection[int] = ()) -> dict[int, torch.Tensor]:
@@ -170,24 +169,26 @@ class PlannedReducer(PersistentOperation):
 
     def _run_compiled(self, compiled: CompiledStep, tensors: Sequence[torch.Tensor], missing: Collection[int]) -> bool:
         """A steady step; False where the general path has to run it: nothing has begun then."""
+        # First this: a thread that joins looks at it after it has said so, which begins an epoch.
+        self._in_step = True
         try:
-            # The loop, which tells the end of what is left to it, needs the lock.
-            with self._lock:
-                if compiled.epoch != self._epoch.value:
-                    return False
-                done = compiled.run(tensors, missing, self._step + 1, self._site, self._bucket_ended)
-                self._unfinished += done is False
-            if done is None:
+            if compiled.epoch != self._epoch.value:
                 return False
-            if not done:
+            operation = compiled.run(tensors, missing, self._step + 1, self._site)
+            if operation is None:
+                return False
+            self._running = [operation]
+            if not operation.done():
                 assert self.schedule is not None
                 self._wait_for_buckets(self.schedule, self._step + 1)
-                self._raise_error(self.schedule)
-                compiled.count()
+            operation.wait()
+            compiled.count()
         except BaseException:
             self._marked.clear()
             self.close()
             raise
+        finally:
+            self._in_step = False
         self._marked.clear()
         if self.schedule is not None and self.schedule.incomplete:
             self._note_absent(self.schedule, tensors)
@@ -366,24 +367,24 @@ class PlannedReducer(PersistentOperation):
             except BaseException:
                 self.close()
                 raise
-            if self._unfinished:
+            if self._is_running:
                 self._wait_for_buckets(schedule, step)
-            if schedule.incomplete and self._error is None:
-                with self._lock:
-                    self._unfinished += 1
-                schedule.queue.submit(schedule.find_absent(missing), self._bucket_ended, wake=False)
-                self._wait_for_buckets(schedule, step)
+            if schedule.incomplete and schedule.queue.broken is None:
+                self._running.append(schedule.queue.run(schedule.find_absent(missing), drive=not self._on_device))
+                if self._is_running:
+                    self._wait_for_buckets(schedule, step)
         self._raise_error(schedule)
         schedule.commit()
         epoch = self._set_state.plan_epoch
         self._compiled = None if rounds.failed else compile_step(schedule, key, epoch, controller)
 
     def _wait_for_buckets(self, schedule: Schedule, step: int) -> None:
-        self._wait_in_step(step, self._site, schedule.described, lambda: not self._unfinished)
+        self._wait_in_step(step, self._site, schedule.described)
 
     def _raise_error(self, schedule: Schedule) -> None:
         """Raise what has ended a bucket. Its queue is lost then; the next step starts from a new plan."""
-        error, self._error = self._error, None
+        running, self._running = self._running, []
+        error = next((each.error for each in running if each.error is not None), None)
         if self._arrivals is not None and error is None:
             error = self._arrivals.leave(schedule.device)
         if error is not None:
@@ -396,7 +397,7 @@ class PlannedReducer(PersistentOperation):
             first, self._started = self._started, len(schedule.buckets)
             for number in range(first, self._started):
                 picked = schedule.buckets[number].pick(tensors)
-                self._start(schedule, number, picked, wake=False, drive=not self._unfinished)
+                self._start(schedule, number, picked, wake=False, drive=True)
 
     def _start_complete(self) -> None:
         """Start the buckets that are complete, as far as all before them are; with the lock held."""
@@ -417,17 +418,9 @@ class PlannedReducer(PersistentOperation):
         self, schedule: Schedule, number: int, tensors: Sequence[torch.Tensor], *, wake: bool, drive: bool = False
     ) -> None:
         streams = () if self._arrivals is None else self._arrivals.streams(number)
-        if schedule.start(
-            number, tensors, self._bucket_ended, active=self._said, wake=wake, streams=streams, drive=drive
-        ):
-            # With the lock held, which whoever ends it needs.
-            self._unfinished += 1
-
-    def _bucket_ended(self, task: Task[None]) -> None:
-        if task.error is not None:
-            self._error = self._error or task.error
-        with self._lock:
-            self._unfinished -= 1
+        operation = schedule.start(number, tensors, active=self._said, wake=wake, streams=streams, drive=drive)
+        if operation is not None:
+            self._running.append(operation)
 
 
 def _densify(tensors: Iterable[torch.Tensor], plan: Plan) -> dict[int, torch.Tensor]:

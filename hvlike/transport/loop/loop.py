@@ -72,6 +72,11 @@ class Loop:
 
     # -- from any thread ----------------------------------------------------------------------
 
+    @property
+    def drives_here(self) -> bool:
+        """Whether the calling thread drives the loop: it may not wait."""
+        return self._driver == get_ident()
+
     def add_source(self, source: Callable[[bool], Wait], is_unfinished: Callable[[], bool]) -> None:
         """Call `source(rung)` at every turn; it returns how it waits, AGAIN if it did something. is_unfinished: whether
         something has begun there for whose end no doorbell rings; a driver that leaves asks it.
@@ -96,7 +101,7 @@ class Loop:
 
     def perform(self, action: Callable[[], object]) -> None:
         """Run `action` in the loop: at once if no thread drives, else soon. Never blocks."""
-        if self._driver == get_ident() or not self._lock.acquire(blocking=False):
+        if self.drives_here or not self._lock.acquire(blocking=False):
             self.post(action)
             return
         try:
@@ -109,7 +114,7 @@ class Loop:
 
     def turn(self) -> None:
         """Advance what can be advanced, once, unless another thread drives already. Never blocks."""
-        if self._driver != get_ident() and self._lock.acquire(blocking=False):
+        if not self.drives_here and self._lock.acquire(blocking=False):
             try:
                 self._enter()
                 # The driver before may have slept through a ring: check as if there had been one.
@@ -122,7 +127,7 @@ class Loop:
         """Advance a coroutine in this thread until it ends; the rest of the loop gets a turn now and then. False, with
         the coroutine as far as it is: another thread drives, or nothing has moved for `patience` seconds.
         """
-        if self._driver == get_ident() or not self._lock.acquire(blocking=False):
+        if self.drives_here or not self._lock.acquire(blocking=False):
             return False
         policy = self._policy
         try:
@@ -163,7 +168,7 @@ class Loop:
     ) -> Task[T]:
         """Advance `coroutine` until it ends; `after(task)` is then called in the loop."""
         task = Task(coroutine, after)
-        if self._driver == get_ident():
+        if self.drives_here:
             self._tasks.append(task)
             if wake:
                 self._bell.ring()
@@ -173,7 +178,7 @@ class Loop:
 
     def wait(self, done: Callable[[], bool], seconds: float | None = None) -> bool:
         """Block until `done()`, driving the loop if no thread does; False when `seconds` ran out first."""
-        if self._driver == get_ident():
+        if self.drives_here:
             raise StateError(
                 "hvlike was called from inside its own progress loop (a finaliser or signal handler that ran there): "
                 "only start operations from such a place, never wait for them"
@@ -230,7 +235,7 @@ class Loop:
 
     def _check_driver(self, what: str) -> None:
         # Once it was closed no thread drives the loop.
-        if self._driver != get_ident() and not self._closing:
+        if not (self.drives_here or self._closing):
             raise StateError(
                 f"Loop.{what}() was called by thread {threading.current_thread().name!r}, which does not drive the "
                 "progress loop: only the driver may advance a coroutine. Hand it over with post() or perform()."
@@ -313,7 +318,7 @@ class Loop:
 
     def _summon(self) -> None:
         """Wake a background thread to run a work item; one that drives sees it without."""
-        if not (self._in_background and self._driver == get_ident()):
+        if not (self._in_background and self.drives_here):
             self._bell.summon()
 
     def _enter(self) -> None:

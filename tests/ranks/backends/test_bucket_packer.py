@@ -14,7 +14,7 @@ from hvlike.backends.shared_memory.schedule import CHUNK_BYTES
 from hvlike.collectives.persistent.bucket import BucketPacker
 from hvlike.collectives.session.context import current
 from hvlike.errors import MismatchError
-from hvlike.transport.loop.coroutine import Coroutine, Task
+from hvlike.transport.loop.coroutine import Coroutine
 
 SHAPES = [(7,), (3, 5), (), (100, 150), (0, 2), (16_000,), (60_000,), *[(2_000 + 17 * index,) for index in range(60)]]
 """More than a chunk of small ones, one large one, an empty one and a scalar."""
@@ -63,9 +63,6 @@ def test_ranks_with_other_tensors_are_told(hvd: ModuleType, ranks_per_node: int 
     assert queue is not None
     lengths = [5, 6] if hvd.rank() else [5, 7]
     packer = BucketPacker([None, None], Arithmetic(torch.float32, ReduceOp.SUM))
-    ended: list[Task[None]] = []
-    queue.submit(
-        lambda backend: packer.allreduce(backend, list(map(torch.ones, lengths)), active=True), ended.append, wake=False
-    )
-    assert fabric.loop.wait(lambda: bool(ended), 30.0)
-    assert isinstance(ended[0].error, MismatchError)
+    operation = queue.run(lambda backend: packer.allreduce(backend, list(map(torch.ones, lengths)), active=True))
+    assert fabric.loop.wait(operation.done, 30.0)
+    assert isinstance(operation.error, MismatchError)

@@ -11,6 +11,7 @@ import torch
 
 from hvlike.backends.hierarchical import HierarchicalBackend
 from hvlike.backends.network.cost_model import MeasuredNetwork
+from hvlike.backends.operation import Operation
 from hvlike.backends.shared_memory.shared_backend import SharedBackend
 from hvlike.collectives.persistent.bucket import ReductionSettings
 from hvlike.collectives.requests.plan import Entry
@@ -19,7 +20,7 @@ from hvlike.collectives.session.context import current
 from hvlike.errors import StateError
 from hvlike.training.gradients.planned_reducer import PlannedReducer
 from hvlike.transport.host import topology
-from hvlike.transport.loop.coroutine import Coroutine, Task, Wait
+from hvlike.transport.loop.coroutine import Coroutine, Wait
 from hvlike.transport.loop.spin import SpinPolicy
 
 ELEMENTS = 1000
@@ -47,9 +48,9 @@ def test_no_thread_but_the_loops_driver_calls_mpi(hvd: ModuleType, ranks_per_nod
         yield Wait.AGAIN
 
     if queue.drives:
-        ended: list[Task[None]] = []
         # Where another thread drives the loop, that one does it.
-        assert queue.drive(looking(), ended.append) or current().fabric.loop.wait(lambda: bool(ended), 30.0)
+        operation = queue.run(lambda backend: looking(), drive=True)
+        assert current().fabric.loop.wait(operation.done, 30.0)
         assert drivers == [not isinstance(queue.backend, SharedBackend)]
 
 
@@ -73,19 +74,27 @@ def step(reducer: PlannedReducer, size: int) -> None:
 
 
 @pytest.mark.mpi(min_size=2)
-def test_a_planned_step_needs_no_loop_where_all_come_at_once(hvd: ModuleType, reducer: PlannedReducer) -> None:
+def test_a_planned_step_needs_no_loop_where_all_come_at_once(
+    hvd: ModuleType, reducer: PlannedReducer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     step(reducer, hvd.size())
     assert reducer.schedule is not None
     queue: Any = reducer.schedule.queue
     if not isinstance(queue.backend, SharedBackend) or some_rank_overlaps(hvd):
         pytest.skip("the background thread may drive the loop already, or start buckets where there are cores to spare")
-    submitted: list[Any] = []
-    real, queue.submit = queue.submit, lambda *job, **how: (submitted.append(job), real(*job, **how))
+    ended: list[bool] = []
+    real = queue.run
+
+    def run(*job: Any, **how: Any) -> Operation:
+        operation: Operation = real(*job, **how)
+        ended.append(operation.done())
+        return operation
+
+    monkeypatch.setattr(queue, "run", run)
     queue.spin = waits_for(math.inf)
     for _ in range(5):
         step(reducer, hvd.size())
-    del queue.submit
-    assert not submitted
+    assert ended == [True] * 5
     assert reducer.served == 6
 
 
@@ -106,13 +115,15 @@ def test_an_error_in_the_middle_loses_the_plan_and_the_next_step_makes_one(
     assert reducer.schedule is not None
     queue = reducer.schedule.queue
 
-    def failing(coroutine: Coroutine[None], after: object) -> bool:
+    def interrupted(operation: Operation) -> None:
         raise KeyboardInterrupt
 
-    if queue.drives and not some_rank_overlaps(hvd):
-        monkeypatch.setattr(queue, "drive", failing)
-        with pytest.raises(KeyboardInterrupt):
-            step(reducer, hvd.size())
+    # Across nodes the background thread may drive the loop, and so the job.
+    if isinstance(queue.backend, SharedBackend) and not some_rank_overlaps(hvd):
+        with monkeypatch.context() as patch:
+            patch.setattr(Operation, "begin", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                step(reducer, hvd.size())
         assert isinstance(queue.broken, KeyboardInterrupt)
         assert reducer.schedule is None
     step(reducer, hvd.size())

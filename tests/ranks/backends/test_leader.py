@@ -16,7 +16,7 @@ from hvlike.backends.shared_memory.leader import FlatBuffer, LeaderByCma, Leader
 from hvlike.backends.shared_memory.shared_backend import SharedBackend
 from hvlike.collectives.session.context import current
 from hvlike.errors import HorovodInternalError
-from hvlike.transport.loop.coroutine import Coroutine, Task
+from hvlike.transport.loop.coroutine import Coroutine
 
 pytestmark = pytest.mark.mpi(min_size=3)
 
@@ -38,19 +38,15 @@ def opened(number: int) -> OpQueue:
 
 
 def run(queue: OpQueue, tensors: list[torch.Tensor], arithmetic: Arithmetic, active: int) -> int:
-    counts: list[int] = []
-    ended: list[Task[None]] = []
-
-    def job(backend: Backend) -> Coroutine[None]:
+    def job(backend: Backend) -> Coroutine[int]:
         prepared = backend.prepare([len(each) for each in tensors], arithmetic)
         assert prepared is not None
-        counts.append((yield from prepared.run([each.data_ptr() for each in tensors], bool(active), tensors)))
+        return (yield from prepared.run([each.data_ptr() for each in tensors], bool(active), tensors))
 
-    queue.submit(job, ended.append, wake=False)
-    assert current().fabric.loop.wait(lambda: bool(ended), 30.0)
-    if ended[0].error is not None:
-        raise ended[0].error
-    return counts[0]
+    operation = queue.run(job)
+    operation.waiter = current().fabric.loop.wait
+    count: int = operation.result(30.0)
+    return count
 
 
 @pytest.mark.parametrize("way", [LeaderByCma, LeaderByStaging], ids=["CMA", "staged"])

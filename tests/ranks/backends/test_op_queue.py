@@ -78,10 +78,11 @@ def test_jobs_run_one_by_one_in_the_order_they_came(hvd: ModuleType, ranks_per_n
     tensors = [torch.full((1 + 997 * number,), float(number)) for number in range(30)]
     order: list[int] = []
     for number, tensor in enumerate(tensors):
-        queue.submit(
+        operation = queue.run(
             lambda backend, tensor=tensor: backend.allreduce([tensor], Arithmetic(torch.float32, ReduceOp.SUM)),
-            lambda task, number=number: order.append(number),
+            wake=True,
         )
+        operation.then(lambda _, number=number: order.append(number))
     assert current().fabric.loop.wait(lambda: len(order) == 30, 60.0)
     assert order == list(range(30))
     assert queue.idle

@@ -17,7 +17,7 @@ from hvlike.backends.shared_memory.shared_backend import SharedBackend
 from hvlike.collectives.persistent.bucket import BucketPacker
 from hvlike.collectives.session.context import current
 from hvlike.errors import MismatchError
-from hvlike.transport.loop.coroutine import Coroutine, Task
+from hvlike.transport.loop.coroutine import Coroutine
 from hvlike.transport.memory.never_freed import ABANDONED_REDUCTION, kept_forever
 
 SHAPES = [(7,), (3, 5), (), (0, 2), (100, 150), (300, 400), *[(3 + 17 * index,) for index in range(300)]]
@@ -237,7 +237,6 @@ def test_ranks_with_other_tensors_are_told(hvd: ModuleType) -> None:
     queue.backend.memory.least_bytes = 1
     packer = BucketPacker([None, None], Arithmetic(torch.float32, ReduceOp.SUM))
     tensors = [torch.ones(each) for each in ([5, 6] if hvd.rank() else [5, 7])]
-    ended: list[Task[None]] = []
-    queue.submit(lambda backend: packer.allreduce(backend, tensors, active=True), ended.append, wake=False)
-    assert fabric.loop.wait(lambda: bool(ended), 30.0)
-    assert isinstance(ended[0].error, MismatchError)
+    operation = queue.run(lambda backend: packer.allreduce(backend, tensors, active=True))
+    assert fabric.loop.wait(operation.done, 30.0)
+    assert isinstance(operation.error, MismatchError)

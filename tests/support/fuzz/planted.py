@@ -103,8 +103,8 @@ PLANTS = [
         "a step does not wait for its last bucket",
         (
             "training/gradients/planned_reducer.py",
-            "self._wait_in_step(step, self._site, schedule.described, lambda: not self._unfinished)",
-            "self._unfinished = 0",
+            "self._wait_in_step(step, self._site, schedule.described)",
+            "self._running = []",
         ),
     ),
     plant(

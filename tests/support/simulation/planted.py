@@ -121,8 +121,8 @@ PLANTS = [
         "the last job of a queue comes first",
         (
             "backends/op_queue.py",
-            "        job, after = self._jobs.popleft()\n",
-            "        job, after = self._jobs.pop()\n",
+            "        work, operation = self._jobs.popleft()\n",
+            "        work, operation = self._jobs.pop()\n",
         ),
     ),
     plant(
@@ -139,7 +139,11 @@ PLANTS = [
     ),
     plant(
         "a step does not wait for its buckets",
-        ("training/gradients/planned_reducer.py", "            if self._unfinished:\n", "            if False:\n"),
+        (
+            "training/gradients/planned_reducer.py",
+            "                self._wait_for_buckets(schedule, step)\n            if schedule.incomplete",
+            "                pass\n            if schedule.incomplete",
+        ),
     ),
     # What these take back was found by simulated jobs.
     plant(

@@ -119,4 +119,4 @@ def test_a_thread_beside_a_waiting_one_is_not_held_up(hvd: ModuleType) -> None:
 def test_a_handle_says_what_it_is(hvd: ModuleType) -> None:
     handle = hvd.allreduce_async(torch.ones(1))
     hvd.synchronize(handle)
-    assert repr(handle) == f"Handle({handle.number}, done)"
+    assert repr(handle) == f"Operation({handle.number}, done)"
