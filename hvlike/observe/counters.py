@@ -81,11 +81,6 @@ class Counters:
             counts = self._steps[name] = StepCounts(kind, buckets)
         return counts
 
-    def figures(self, kind: str) -> list[int]:
-        """The fields of `Moved` for one kind, to be counted in place by the one thread that runs this kind."""
-        with self._lock:
-            return self._moved.setdefault(kind, [0] * 5)
-
     def ran(self, kind: str, operations: int, nbytes: int) -> None:
         with self._lock:
             self._add_batch(kind, operations, nbytes, 1)

@@ -59,7 +59,7 @@ class CallQueue:
         self.loop = context.fabric.loop
         self.made = 0  # Calls so far
         self._records: deque[Any] = deque(maxlen=_REMEMBERED)
-        self._queue = queue
+        self.queue = queue
         self._overlaps = context.overlaps
         self._report_seconds = stall_limits(context.knobs).report_seconds
         self._lock = system.Lock()
@@ -78,10 +78,6 @@ class CallQueue:
     def is_open(self) -> bool:
         """False once hvlike was shut down, or has started again."""
         return is_running() and current() is self._context
-
-    @property
-    def backend(self) -> Backend:
-        return self._queue.backend
 
     def call(
         self,
@@ -128,7 +124,7 @@ class CallQueue:
         """Leave what is held to the loop; with the lock held."""
         while self._held:
             job, work = self._held.popleft()
-            self._queue.run(job, work.operation, wake=wake)
+            self.queue.run(job, work.operation, wake=wake)
 
     def _drive(self, *, waits: bool) -> None:
         """Drive what is held, in its order, as far as nothing before it is in the loop. This thread alone may."""
@@ -138,7 +134,7 @@ class CallQueue:
                     job, work = self._held.popleft()
                 except IndexError:
                     return
-                self._queue.run(job, work.operation, drive=True, wake=not waits)
+                self.queue.run(job, work.operation, drive=True, wake=not waits)
                 if work.waited_for or not (work.ended or waits):
                     # Another thread waits for it; or the background thread has to go on, as this one does not wait.
                     self.loop.post(_nothing)
@@ -201,8 +197,8 @@ class CallQueue:
             return (yield from self.set_state.executor.site.devices.open(host, runtime, device))
 
         def run(host: Backend) -> Coroutine[None]:
-            yield from on_device(self._queue, opening, job, ready)(host)
-            backend = self._queue.device
+            yield from on_device(self.queue, opening, job, ready)(host)
+            backend = self.queue.device
             assert backend is not None
             backend.keep([tensors, work.outputs, also])
             work.operation.fence = backend.fence(work.outputs)
@@ -249,11 +245,11 @@ class CallQueue:
         if not work.ended:
             missing = describe_missing(answers, work.number)
             text = f"{self._name(work)} timed out after {waited:.1f} s, by a timeout of {limit:g} s"
-            self._queue.fail(StalledError(f"{text}. {missing} {_ADVICE}"))
+            self.queue.fail(StalledError(f"{text}. {missing} {_ADVICE}"))
 
     def _tell(self) -> None:
         """Tell the other members if this one has lost the group: they would wait for it. In the loop."""
-        lost = self._queue.broken
+        lost = self.queue.broken
         if lost is not None and not self._told:
             self._told = True
             if not isinstance(lost, ShutdownError):
@@ -263,13 +259,13 @@ class CallQueue:
 
     def follow(self, rank: int, reason: HorovodInternalError) -> None:
         """Another member has lost the group: what waits for it here would wait for ever. In the loop."""
-        if self._queue.broken is None:
+        if self.queue.broken is None:
             self._told = True
-            self._queue.fail(type(reason)(f"rank {rank} cannot go on in the group {self.name!r}: {reason}"))
+            self.queue.fail(type(reason)(f"rank {rank} cannot go on in the group {self.name!r}: {reason}"))
 
     def explained(self, error: BaseException, work: Work) -> BaseException:
         """The error to raise for a call: with what each member has called, where that does not fit. Blocks a moment."""
-        if not isinstance(error, MismatchError) or error is not self._queue.broken:
+        if not isinstance(error, MismatchError) or error is not self.queue.broken:
             return error
         failed = self._failed or work
         calls = describe_calls(self._directory.ask_all(self, failed))
@@ -294,7 +290,7 @@ class CallQueue:
 
     def end(self, error: BaseException) -> None:
         """End what is in flight, and every later call. Any thread but the loop's."""
-        self.loop.perform(lambda: self._queue.fail(error))
+        self.loop.perform(lambda: self.queue.fail(error))
         # What is held during a backward ends, too: a future of it may be waited for in C++.
         self.flush()
 

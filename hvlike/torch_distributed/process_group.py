@@ -19,10 +19,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hvlike.backends.arithmetic.reduce_op import AnyOp, BitwiseOp, ReduceOp, check_supported
-from hvlike.backends.base import PreparedReduction
 from hvlike.backends.cuda.runtime import KINDS
+from hvlike.backends.fusion_buffer import FusionBuffer
 from hvlike.backends.op_queue import Job
-from hvlike.collectives.requests.reduction import Reduction, prepare_one
+from hvlike.collectives.requests import collective_jobs
+from hvlike.collectives.requests.collective_jobs import PlainAllreduces
+from hvlike.collectives.requests.reduction import Reduction
 from hvlike.collectives.session.context import current
 from hvlike.errors import ProcessGroupError, ShutdownError, UsageError
 from hvlike.torch_distributed import operations
@@ -33,7 +35,7 @@ from hvlike.torch_distributed.short_forms import short_form
 from hvlike.torch_distributed.store import check_place, start_hvlike
 from hvlike.torch_distributed.transfers import Transfers
 from hvlike.torch_distributed.work import Work, Works
-from hvlike.transport.memory.own_memory import check_memory, first_without, has_memory, without_memory
+from hvlike.transport.memory.own_memory import check_memory, first_without, without_memory
 from hvlike.untraced import untraced
 
 # Its constructor and methods are bound from C++, with overloads that no class written in Python can repeat.
@@ -60,11 +62,12 @@ class ProcessGroup(_ProcessGroupBase):
         self._store = store
         self._names = ["", ""]
         self.monitored_barriers = itertools.count()
-        self._prepared: dict[object, PreparedReduction | None] = {}
         self._coalescing: threading.local = threading.local()
         # DDP in a Join context leaves the work of such a call to C++, which would keep only its own half of it.
         self._last_counts: deque[dist.Work] = deque(maxlen=16)
         self.calls = open_group(name, ranks, seconds)
+        self._plain = PlainAllreduces(self.calls.queue)
+        self._packer = FusionBuffer()
         self.transfers = Transfers(current(), self.calls, ranks)
 
     # -- collectives ----------------------------------------------------------------------------
@@ -77,30 +80,20 @@ class ProcessGroup(_ProcessGroupBase):
             return self._call(
                 "all_reduce", partial(operations.sparse_allreduce, self.calls.group, tensor), tensors, opts
             )
-        job = self._in_place(tensor, reduction) if len(tensors) == 1 else None
+        job = None
+        check = partial(self._check_reducible, "all_reduce", tensors, reduction)
+        if len(tensors) == 1:
+            job = self._plain.job(tensor, reduction, check)
         if job is None:
-            self._check_reducible("all_reduce", tensors, reduction)
-            job = partial(operations.allreduce, self.calls.group, tensors, reduction)
+            check()
+            strides = [None] * len(tensors)
+            job = partial(collective_jobs.allreduce, self.calls.group, tensors, strides, reduction, self._packer)
         work = self._call("all_reduce", job, tensors, opts, checked=True)
         if tensor.numel() == 1:
             self._last_counts.append(work)
         return work
 
     allreduce_coalesced = allreduce
-
-    def _in_place(self, tensor: Tensor, reduction: Reduction) -> Job | None:
-        """The job of a dense tensor in host memory, which is prepared once; None for all others."""
-        if not has_memory(tensor) or not tensor.is_cpu or not tensor.is_contiguous():
-            return None
-        if tensor.is_conj() or tensor.is_neg():
-            return None
-        key = (tensor.numel(), tensor.dtype, reduction)
-        if key in self._prepared:
-            prepared = self._prepared[key]
-        else:
-            self._check_reducible("all_reduce", [tensor], reduction)
-            prepared = prepare_one(self._prepared, key, tensor, reduction, self.calls.backend, self._ranks)
-        return None if prepared is None else lambda backend: prepared.run([tensor.data_ptr()], True, [tensor])
 
     @short_form(dist.ReduceOptions, 1, "root", "op", "timeout")
     def reduce(self, tensors: Sequence[Tensor], opts: Any) -> dist.Work:
@@ -114,7 +107,9 @@ class ProcessGroup(_ProcessGroupBase):
     def broadcast(self, tensors: Sequence[Tensor], opts: Any) -> dist.Work:
         self._check_root("broadcast", opts.rootRank)
         self._check_writable("broadcast", tensors)
-        return self._call("broadcast", partial(operations.broadcast, tensors, opts.rootRank), tensors, opts)
+        count = len(tensors)
+        job = partial(collective_jobs.broadcast, tensors, [None] * count, [opts.rootRank] * count)
+        return self._call("broadcast", job, tensors, opts)
 
     @short_form(_AllgatherOptions, 2, "timeout")
     def allgather(self, outputs: _Batch, inputs: Sequence[Tensor], opts: Any = None) -> dist.Work:
@@ -122,7 +117,7 @@ class ProcessGroup(_ProcessGroupBase):
             self._check_count("all_gather", "output tensors", len(row))
         for row, tensor in zip(outputs, inputs, strict=True):
             self._check_own("all_gather", "output", row[self._place], tensor)
-        job = partial(operations.allgather, self.calls.group, outputs, inputs)
+        job = partial(collective_jobs.allgather, self.calls.group, outputs, inputs)
         return self._call("all_gather", job, inputs, opts, outputs=outputs[0] if len(outputs) == 1 else outputs)
 
     def allgather_coalesced(self, output_lists: _Batch, inputs: Sequence[Tensor], opts: Any = None) -> dist.Work:
@@ -131,7 +126,7 @@ class ProcessGroup(_ProcessGroupBase):
         for output, tensor in zip(output_lists[self._place], inputs, strict=True):
             self._check_own("all_gather_coalesced", "output", output, tensor)
         columns = [list(column) for column in zip(*output_lists, strict=True)]
-        job = partial(operations.allgather, self.calls.group, columns, inputs)
+        job = partial(collective_jobs.allgather, self.calls.group, columns, inputs)
         return self._call("all_gather_coalesced", job, inputs, opts, outputs=output_lists)
 
     def all_gather_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> dist.Work:
@@ -174,7 +169,7 @@ class ProcessGroup(_ProcessGroupBase):
             self._check_own("reduce_scatter", "input", row[self._place], output)
         reduction = _reduction(opts)
         self._check_reducible("reduce_scatter", outputs, reduction)
-        job = partial(operations.reduce_scatter, self.calls.group, outputs, inputs, reduction)
+        job = partial(collective_jobs.reduce_scatter, self.calls.group, outputs, inputs, reduction)
         return self._call("reduce_scatter", job, outputs, opts, also=inputs)
 
     def reduce_scatter_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> dist.Work:
@@ -187,7 +182,8 @@ class ProcessGroup(_ProcessGroupBase):
             self._check_share("reduce_scatter_tensor", tensor, output)
         reduction = _reduction(opts)
         self._check_reducible("reduce_scatter_tensor", outputs, reduction)
-        job = partial(operations.reduce_scatter, self.calls.group, outputs, inputs, reduction)
+        rows = [operations.even(each, self._ranks) for each in inputs]
+        job = partial(collective_jobs.reduce_scatter, self.calls.group, outputs, rows, reduction)
         return self._call("reduce_scatter_tensor", job, outputs, opts, also=inputs)
 
     def alltoall(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None) -> dist.Work:
@@ -195,7 +191,9 @@ class ProcessGroup(_ProcessGroupBase):
         self._check_count("all_to_all", "output tensors", len(outputs))
         self._check_count("all_to_all", "input tensors", len(inputs))
         self._check_own("all_to_all", "output", outputs[self._place], inputs[self._place])
-        return self._call("all_to_all", partial(operations.alltoall, outputs, inputs), inputs, opts, outputs=outputs)
+        return self._call(
+            "all_to_all", partial(collective_jobs.alltoall, outputs, inputs), inputs, opts, outputs=outputs
+        )
 
     @short_form(dist.AllToAllOptions, 4, "timeout", lists=False)
     def all_to_all_single(
@@ -211,7 +209,7 @@ class ProcessGroup(_ProcessGroupBase):
         receives = self._split("output", output.detach(), output_splits)
         self._check_own("all_to_all_single", "part of the output", receives[self._place], sends[self._place])
         return self._call(
-            "all_to_all_single", partial(operations.alltoall, receives, sends), [tensor], opts, outputs=[output]
+            "all_to_all_single", partial(collective_jobs.alltoall, receives, sends), [tensor], opts, outputs=[output]
         )
 
     @short_form(dist.BarrierOptions, 0, "timeout")

@@ -238,7 +238,7 @@ def run(options: argparse.Namespace) -> int:
             cores = sorted(os.sched_getaffinity(0))
             core = cores[hvlike.rank() % len(cores)]
             os.sched_setaffinity(0, {core})
-            current().fabric.loop.pin(core)
+            current().fabric.loop.thread_pool.pin(core)
         seconds = slowdowns(works(), repetitions, options.seed, bell)
         late = latencies(works(), repetitions * _LATENCIES, options.seed, bell)
         found[threads] = {"slowdown": {name: ratios(each) for name, each in seconds.items()}, "latency": late}

@@ -27,6 +27,7 @@ from hvlike.backends.operation import Operation
 from hvlike.collectives.controller.coordinator import Coordinator, KnownResponse, ResponseList
 from hvlike.collectives.controller.inline_agreement import HURRY, PASS, Agreement
 from hvlike.collectives.controller.owner_names import OwnerNames
+from hvlike.collectives.controller.positions import Positions
 from hvlike.collectives.controller.tensor_queue import AutomaticNames, TensorQueue
 from hvlike.collectives.controller.trace import Trace
 from hvlike.collectives.health.departures import Errors
@@ -79,7 +80,7 @@ class Controller:
         self.cycle_seconds = cycle_seconds  # How long the coordinator gathers what is ready before it announces it
         self.names = AutomaticNames()
         self.optimizer_names = OwnerNames()  # In the order of first use; join() leaves no gap to align
-        self.steps: dict[str, int] = {}
+        self.positions = Positions(fabric.loop.perform)
         self.stand_in: Callable[[Response], Request | None] = lambda response: None  # Of a rank that has joined
         # Told in the loop which Join context, by its number, a member has left by an exception.
         self.on_failure: Callable[[int, JoinFailure], None] = lambda number, failure: None
@@ -102,8 +103,6 @@ class Controller:
         me, neighbours = fabric.world.rank, [group.ranks[position] for position in group.node]
         look = fabric.look_at
         self._probe = PeerProbe(fabric.loop, me, group.ranks[0], self._parent, neighbours, self._send, look, limits)
-        self._stoppable: dict[RequestKey, Callable[[HorovodInternalError], None]] = {}
-        self._steps_at: dict[RequestKey, tuple[CallSite, float, str]] = {}
         self._gathered: list[ResponseList] = []
         self._coordinator: Coordinator | None = None
         if group.rank == 0:
@@ -160,12 +159,33 @@ class Controller:
             return False
         # With several threads another one may still ask for what the peers lack.
         certain = certain and self.tensor_queue.has_one_thread()
-        waiting = WaitReport(key, self.names.counts(), dict(self.steps), certain)
+        waiting = WaitReport(key, self.names.counts(), self.positions.copy(), certain)
         loop.post(lambda: self._report(WAITING, waiting), wake=False)
         try:
             return self._wait_on(key, done, None if timeout is None else timeout - patience)
         finally:
             loop.post(lambda: self._report(RESUMED, None), wake=False)
+
+    def wait_in_order(
+        self,
+        name: str,
+        number: int,
+        done: Callable[[], bool],
+        stop: Callable[[HorovodInternalError], None],
+        *,
+        place: CallSite,
+        detail: str = "",
+        certain: bool = True,
+    ) -> None:
+        """Wait for operation `number` of an order that goes without the coordinator (positions.py).
+
+        stop: ends it, in the loop, where no rank can go on. place, detail: for reports. certain: see `wait`.
+        """
+        ended = self.positions.wait_begins(name, number, place, detail, stop)
+        try:
+            self.wait((STEP, name), done, None, certain=certain)
+        finally:
+            ended()
 
     def _wait_on(self, key: RequestKey, done: Callable[[], bool], timeout: float | None) -> bool:
         """Go on waiting; see now and then whether the others are still there, where the coordinator cannot."""
@@ -186,25 +206,6 @@ class Controller:
 
     def report_failure(self, number: int, failure: JoinFailure) -> None:
         self._fabric.loop.post(lambda: self._report(FAILURE, (number, failure)))
-
-    def stop_steps(self, failure: JoinFailure) -> None:
-        """End the planned steps that this rank waits in and a member will not take part in; in the loop."""
-        for (kind, name), stop in list(self._stoppable.items()):
-            if kind == STEP and failure.misses(name, self.steps.get(name, 0)):
-                stop(failure.error)
-
-    def enter_step(
-        self, key: RequestKey, step: int, place: CallSite, detail: str, stop: Callable[[HorovodInternalError], None]
-    ) -> None:
-        """This rank waits in a step of a planned reduction from now on; `stop` ends that wait, in the loop."""
-        self.tensor_queue.notice(key, place)
-        self.steps[key[1]] = step
-        self._steps_at[key] = (place, system.monotonic(), detail)
-        self._stoppable[key] = stop
-
-    def leave_step(self, key: RequestKey) -> None:
-        self._steps_at.pop(key, None)
-        self._stoppable.pop(key, None)
 
     # -- in the loop: as a member ---------------------------------------------------------------
 
@@ -293,9 +294,7 @@ class Controller:
             self.agreement.stop()
         for request in self.tensor_queue.close(error):
             request.operation.end(error)
-        for stop in list(self._stoppable.values()):
-            stop(error)
-        self._stoppable.clear()
+        self.positions.close(error)
 
     def in_flight(self) -> dict[str, int]:
         """How many requests of this rank, requests known to the coordinator and reported waits are not over."""
@@ -391,11 +390,10 @@ class Controller:
                 node_table.decided(response.key)
             request = self.tensor_queue.leave(response.key)
             if response.error is not None:
-                stop = self._stoppable.pop(response.key, None)
                 if request is not None:
                     request.operation.end(response.error)
-                elif stop is not None:
-                    stop(response.error)
+                else:
+                    self.positions.stop(response.key, response.error)
                 continue
             # Decided without this rank: it has joined.
             request = request or self.stand_in(response)
@@ -413,8 +411,7 @@ class Controller:
             )
             for key, request in list(self.tensor_queue.requests.items())
         }
-        for key, (place, since, detail) in list(self._steps_at.items()):
-            found[key] = Submission(key, str(place), now - since, detail)
+        found.update(self.positions.submissions(now))
         return found
 
     def _answer(self, number: int) -> StatusReply:
@@ -423,4 +420,4 @@ class Controller:
         if self.tensor_queue.last is not None:
             key, place, since = self.tensor_queue.last
             last = Submission(key, str(place), now - since)
-        return StatusReply(number, self.unfinished(), last, dict(self.steps), main_stack())
+        return StatusReply(number, self.unfinished(), last, self.positions.copy(), main_stack())

@@ -7,10 +7,7 @@ from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
-import torch
-
-from hvlike.backends.arithmetic.reduce_op import ReduceOp
-from hvlike.backends.base import Backend, PreparedReduction
+from hvlike.backends.base import Backend
 from hvlike.backends.cuda.device_backend import DeviceBackend, home_of, on_device
 from hvlike.backends.cuda.runtime import KINDS, DeviceRuntime, runtime_of
 from hvlike.backends.op_queue import Job, OpQueue, OpQueues
@@ -19,6 +16,7 @@ from hvlike.collectives.controller.operations import (
     Agreed,
     ExecutionSite,
     gathered_bytes,
+    reduction_of_spec,
     refuse,
     run_allgather,
     run_allreduce,
@@ -28,7 +26,7 @@ from hvlike.collectives.controller.operations import (
     run_reducescatter,
 )
 from hvlike.collectives.controller.trace import Trace
-from hvlike.collectives.requests.reduction import Reduction, prepare_one
+from hvlike.collectives.requests.collective_jobs import PlainAllreduces
 from hvlike.collectives.requests.request import RequestSpec
 from hvlike.config import Config
 from hvlike.errors import LaunchError
@@ -60,9 +58,7 @@ class Executor:
         self._whole_groups = knobs.disable_group_fusion
         self._opening = opening
         self._single = 0
-        self._figures: dict[str, list[int]] = {}
-        # None for tensors that are converted first.
-        self._prepared: dict[RequestSpec, PreparedReduction | None] = {}
+        self._plain = PlainAllreduces(queues.first)
 
     def run(self, agreed: list[Agreed]) -> None:
         recording = self._trace.recorder.on
@@ -79,21 +75,14 @@ class Executor:
                     self._trace.ended(batch)
                 continue
             if kind not in AGREEMENTS:
-                count, nbytes = len(batch), sum(map(size_of, batch))
-                figures = self._figures.get(kind)
-                if figures is None:
-                    figures = self._figures[kind] = queue.counters.figures(kind)
-                figures[0] += count
-                figures[1] += 1
-                figures[2] += nbytes
-                figures[3] = max(figures[3], count)
-                figures[4] = max(figures[4], nbytes)
+                queue.counters.ran(kind, len(batch), sum(map(size_of, batch)))
             job = None
             if request.job is not None:
                 request.outputs.append(response.extra)
                 job = request.job(response.extra)
-            if job is None and kind == "allreduce" and len(batch) == len(request.tensors) == 1 and not recording:
-                job = self._in_place(spec, request.tensors[0])
+            alone = len(batch) == len(request.tensors) == 1 and spec.device == "cpu" and not recording
+            if kind == "allreduce" and alone:
+                job = self._plain.job(request.tensors[0], reduction_of_spec(spec))
             if job is None:
                 job = partial(JOBS[kind], self.site, batch)
             device_queue: OpQueue | None = None
@@ -109,18 +98,6 @@ class Executor:
             for each, _ in batch:
                 each.operation.begin()
             queue.run(job).then(partial(complete, batch, device_queue))
-
-    def _in_place(self, spec: RequestSpec, tensor: torch.Tensor) -> Job | None:
-        """The job of one contiguous tensor in host memory, which is reduced where it is; None for all others."""
-        plain = type(tensor) is torch.Tensor and tensor.is_cpu and tensor.is_contiguous() and not tensor.requires_grad
-        if not plain or spec.device in KINDS or tensor.is_conj() or tensor.is_neg() or tensor.is_inference():
-            return None
-        if spec in self._prepared:
-            prepared = self._prepared[spec]
-        else:
-            queue, reduction = self.site.queues.first, Reduction(ReduceOp(spec.op), spec.prescale, spec.postscale)
-            prepared = prepare_one(self._prepared, spec, tensor, reduction, queue.backend, queue.group.size)
-        return None if prepared is None else lambda backend: prepared.run([tensor.data_ptr()], True, [tensor])
 
     def _on_device(self, runtime: DeviceRuntime, job: Job, batch: Sequence[Agreed]) -> Job:
         site, queue = self.site, self.site.queues.first

@@ -16,7 +16,7 @@ from hvlike.backends.inline_allreduce import InlineEngine
 from hvlike.backends.shared_memory.board import FINISHED, RING
 from hvlike.backends.shared_memory.in_place_shm import AS_SHARED, InlineReduction
 from hvlike.collectives.controller.controller import Controller
-from hvlike.collectives.controller.inline_calls import KIND, MOST_KNOWN, STEPS, InlineCalls
+from hvlike.collectives.controller.inline_calls import INLINE, KIND, MOST_KNOWN, InlineCalls
 from hvlike.collectives.requests.reduction import Average
 from hvlike.observe.recorder import Recorder
 from hvlike.system.system import system
@@ -169,7 +169,7 @@ class InlineAllreduce(InlineCalls[_Plan]):
         """A tensor that is not small, on the backend; where a peer is slow, wait with reports of who is missing."""
         inline = self._inline
         self._large += 1
-        self._controller.steps[STEPS] = self._large
+        self._positions.entered[INLINE] = self._large
         assert piece.at_once is not None
         coroutine = piece.at_once.begin(address, shared=shared)
         operation = inline.queue.run(lambda backend: coroutine, drive=True)

@@ -17,7 +17,6 @@ from hvlike.backends.arithmetic.arithmetic import Arithmetic
 from hvlike.backends.arithmetic.reduce_op import ReduceOp
 from hvlike.collectives.controller.controller import Controller
 from hvlike.collectives.controller.tensor_queue import automatic_name
-from hvlike.collectives.health.wait_for_graph import STEP
 from hvlike.collectives.requests.reduction import arithmetic_of, working_dtype
 from hvlike.collectives.requests.request import CallSite, RequestKey, RequestSpec, find_call_site
 from hvlike.errors import HorovodInternalError
@@ -27,7 +26,7 @@ from hvlike.system.system import of_process, system
 MOST_KNOWN = 1024  # Kinds of calls, their memory and names that are remembered; with one more all are learned anew
 MOST_SPARING = 63  # After refusals in a row only every 64th call is an attempt: that with a number all ranks attempt at
 KIND = "allreduce"
-STEPS = "inline allreduce"  # Under this reports know of waits in one
+INLINE = "inline allreduce"  # The order of those that take a while: under this reports know of waits in one
 _FRAMES = 3  # Of the library, where the place of a call is found: allreduce_, attempt and call
 _NAMED = 1 << 63
 _AWAY_SECONDS = 1e-3
@@ -47,6 +46,7 @@ class InlineCalls(Generic[P]):
     def __init__(self, controller: Controller, recorder: Recorder, size: int) -> None:
         self._controller = controller
         self._queue = controller.tensor_queue
+        self._positions = controller.positions
         self._recorder = recorder
         self._size = size
         self._plans: dict[_Kind, P] = {}
@@ -115,12 +115,8 @@ class InlineCalls(Generic[P]):
         self, done: Callable[[], bool], number: int, name: str, stop: Callable[[HorovodInternalError], None]
     ) -> None:
         """Wait for the end of a reduction, with reports of who is missing."""
-        key = (STEP, STEPS)
-        self._controller.enter_step(key, number, find_call_site(), name, stop)
-        try:
-            self._controller.wait(key, done, None, certain=False)
-        finally:
-            self._controller.leave_step(key)
+        place = find_call_site()
+        self._controller.wait_in_order(INLINE, number, done, stop, place=place, detail=name, certain=False)
 
     def _refused(self, index: int) -> None:
         """Not all do operation number `index` at once: fewer attempts follow."""

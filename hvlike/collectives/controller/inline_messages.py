@@ -22,7 +22,7 @@ from hvlike.backends.network.progress import has_ended
 from hvlike.backends.op_queue import OpQueue
 from hvlike.collectives.controller.controller import Controller
 from hvlike.collectives.controller.inline_agreement import Agreement, Offer
-from hvlike.collectives.controller.inline_calls import KIND, MOST_KNOWN, STEPS, InlineCalls
+from hvlike.collectives.controller.inline_calls import INLINE, KIND, MOST_KNOWN, InlineCalls
 from hvlike.collectives.requests.reduction import Average
 from hvlike.errors import HorovodInternalError
 from hvlike.system.system import system
@@ -99,7 +99,7 @@ class InlineMessages(InlineCalls[_Plan]):
             self._busy, self._begun, self._wanted = True, False, index
             tensor_queue.entered = index + 1
             key, code, place = self._names.get(name) or self._call(name)
-            self._controller.steps[STEPS] = index
+            self._positions.entered[INLINE] = index
             agreement.offer(index, Offer(plan.number, code))
         try:
             if not tensor_queue.here.is_known:

@@ -10,16 +10,17 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from hvlike.backends.adasum import Adasum
 from hvlike.backends.arithmetic.reduce_op import ReduceOp
 from hvlike.backends.base import Backend
-from hvlike.backends.cuda.device_backend import beside, home_of, in_host_memory
-from hvlike.backends.cuda.runtime import KINDS, runtime_of
+from hvlike.backends.cuda.device_backend import beside, home_of
+from hvlike.backends.cuda.runtime import runtime_of
 from hvlike.backends.fusion_buffer import FusionBuffer
 from hvlike.backends.op_queue import OpQueues
+from hvlike.collectives.requests import collective_jobs
+from hvlike.collectives.requests.collective_jobs import Strides
 from hvlike.collectives.requests.message_table import Response
-from hvlike.collectives.requests.reduction import Operand, arithmetic_of, reduce_operands, working_dtype
-from hvlike.collectives.requests.request import Request
+from hvlike.collectives.requests.reduction import Reduction
+from hvlike.collectives.requests.request import Request, RequestSpec
 from hvlike.config import Config
 from hvlike.errors import LaunchError
 from hvlike.transport.loop.coroutine import Coroutine
@@ -64,18 +65,19 @@ class ExecutionSite:
 
 def run_allgather(site: ExecutionSite, batch: Sequence[Agreed], backend: Backend) -> Coroutine[None]:
     """Gather; the outputs of a request are pairs of a tensor and the rows that each rank has in it."""
-    pieces: list[torch.Tensor] = []
-    home = (home_of(backend) or "cpu") if batch[0][0].spec.device in KINDS else "cpu"
-    group = site.queues.first.group
+    inputs, outputs = [], []
     for request, response in batch:
         for tensor, rows in zip(request.tensors, zip(*response.extra, strict=True), strict=True):
-            output = torch.empty((sum(rows), *tensor.shape[1:]), dtype=tensor.dtype, device=home)
-            parts = torch.split(output, list(rows))
-            own = parts[group.rank]
-            own.copy_(tensor.detach().reshape(own.shape))
-            pieces += [part.reshape(-1).view(torch.uint8) for part in parts]
+            output = _empty(backend, rows, tensor)
             request.outputs.append((output, rows))
-    yield from backend.gather(pieces, list(range(group.size)) * (len(pieces) // group.size))
+            inputs.append(tensor)
+            outputs.append(torch.split(output, list(rows)))
+    yield from collective_jobs.allgather(site.group, outputs, inputs, backend)
+
+
+def _empty(backend: Backend, rows: Sequence[int], like: torch.Tensor) -> torch.Tensor:
+    """Rows like those of a tensor, for so many of each rank, where the backend has its tensors."""
+    return torch.empty((sum(rows), *like.shape[1:]), dtype=like.dtype, device=home_of(backend) or "cpu")
 
 
 def gathered_bytes(agreed: Agreed) -> int:
@@ -86,66 +88,48 @@ def gathered_bytes(agreed: Agreed) -> int:
     return nbytes
 
 
+def reduction_of_spec(spec: RequestSpec) -> Reduction:
+    return Reduction(ReduceOp(spec.op), spec.prescale, spec.postscale)
+
+
 def run_allreduce(site: ExecutionSite, batch: Sequence[Agreed], backend: Backend) -> Coroutine[None]:
     """Reduce; all requests of the batch have the same op and factors."""
-    spec = batch[0][0].spec
-    op = ReduceOp(spec.op)
-    operands = []
-    home = home_of(backend)
+    reduction = reduction_of_spec(batch[0][0].spec)
+    tensors, strides = _with_strides(batch)
+    return collective_jobs.allreduce(site.group, tensors, strides, reduction, site.packer, backend)
+
+
+def _with_strides(batch: Sequence[Agreed]) -> tuple[list[torch.Tensor], list[Strides]]:
+    tensors: list[torch.Tensor] = []
+    strides: list[Strides] = []
     for request, response in batch:
-        for tensor, strides, alike in zip(request.tensors, request.spec.strides, response.extra, strict=True):
-            operands.append(Operand(tensor, strides if alike else None, working_dtype(tensor.dtype, op), home))
-
-    def reduce(dtype: torch.dtype, flats: list[torch.Tensor]) -> Coroutine[None]:
-        size = site.group.size
-        if op is ReduceOp.ADASUM:
-            whole = Adasum(site.group.rank, size, spec.prescale, spec.postscale)
-            return in_host_memory(backend, flats, whole.allreduce)
-        arithmetic = arithmetic_of(dtype, op, size, spec.prescale, spec.postscale)
-        return site.packer.allreduce(backend, flats, arithmetic)
-
-    yield from reduce_operands(operands, reduce)
+        tensors += request.tensors
+        strides += [order if alike else None for order, alike in zip(request.spec.strides, response.extra, strict=True)]
+    return tensors, strides
 
 
 def run_alltoall(site: ExecutionSite, batch: Sequence[Agreed], backend: Backend) -> Coroutine[None]:
     """Exchange rows, and first how many go to each rank: the coordinator would send size * size to everybody."""
-    home = home_of(backend)
     for request, _ in batch:
         tensor, sent = request.tensors
         splits, rows = yield from beside(backend, partial(_exchange_counts, sent))
-        output = torch.empty((sum(rows), *tensor.shape[1:]), dtype=tensor.dtype, device=home or "cpu")
-        source = Operand(tensor, None, home=home).flat.view(tensor.shape)[: sum(splits)]
-        yield from backend.alltoall(_parts(source, splits), _parts(output, rows))
+        output = _empty(backend, rows, tensor)
+        sends = torch.split(tensor[: sum(splits)], splits)
+        yield from collective_jobs.alltoall(torch.split(output, rows), sends, backend)
         request.outputs += [output, tuple(rows)]
 
 
 def _exchange_counts(sent: torch.Tensor, host: Backend) -> Coroutine[tuple[list[int], list[int]]]:
     received = torch.zeros_like(sent)
-    yield from host.alltoall(_each(sent), _each(received))
+    yield from collective_jobs.alltoall(torch.split(received, 1), torch.split(sent, 1), host)
     return sent.tolist(), received.tolist()
-
-
-def _each(counts: torch.Tensor) -> list[torch.Tensor]:
-    return [count.view(1).view(torch.uint8) for count in counts.unbind()]
-
-
-def _parts(rows: torch.Tensor, lengths: Sequence[int]) -> list[torch.Tensor]:
-    return [part.reshape(-1).view(torch.uint8) for part in torch.split(rows, list(lengths))]
 
 
 def run_broadcast(site: ExecutionSite, batch: Sequence[Agreed], backend: Backend) -> Coroutine[None]:
     """Write the tensors of the roots, which may differ, to all members."""
-    operands = []
-    owners = []
-    home = home_of(backend)
-    for request, response in batch:
-        owner = site.group.ranks.index(request.spec.root)
-        for tensor, strides, alike in zip(request.tensors, request.spec.strides, response.extra, strict=True):
-            operands.append(Operand(tensor, strides if alike else None, home=home))
-            owners.append(owner)
-    yield from backend.gather([operand.flat.view(torch.uint8) for operand in operands], owners)
-    for operand in operands:
-        operand.write_back()
+    tensors, strides = _with_strides(batch)
+    owners = [site.group.ranks.index(request.spec.root) for request, _ in batch for _ in request.tensors]
+    return collective_jobs.broadcast(tensors, strides, owners, backend)
 
 
 def run_plan(site: ExecutionSite, batch: Sequence[Agreed], backend: Backend) -> Coroutine[None]:
@@ -168,25 +152,16 @@ def refuse(error: LaunchError, request: Request) -> None:
 
 def run_reducescatter(site: ExecutionSite, batch: Sequence[Agreed], backend: Backend) -> Coroutine[None]:
     """Reduce; all requests of the batch have the same op and factors. The inputs are only read."""
-    spec = batch[0][0].spec
-    op = ReduceOp(spec.op)
+    inputs, outputs = [], []
     size, rank = site.group.size, site.group.rank
-    parts: dict[torch.dtype, list[torch.Tensor]] = {}
-    results = []
-    home = home_of(backend)
     for request, _ in batch:
         for index, tensor in enumerate(request.tensors):
             rows = request.spec.detail[index] if request.spec.detail else even_rows(len(tensor), size)
-            whole = Operand(tensor, None, working_dtype(tensor.dtype, op), home).flat.view(tensor.shape)
-            pieces = list(torch.split(whole, list(rows)))
-            pieces[rank] = pieces[rank].clone()
-            parts.setdefault(whole.dtype, []).extend(piece.reshape(-1) for piece in pieces)
-            results.append((request, tensor.dtype, pieces[rank]))
-    for dtype, flats in parts.items():
-        arithmetic = arithmetic_of(dtype, op, size, spec.prescale, spec.postscale)
-        yield from backend.reduce_scatter(flats, list(range(size)) * (len(flats) // size), arithmetic)
-    for request, dtype, mine in results:
-        request.outputs.append(mine.to(dtype))
+            output = _empty(backend, rows[rank : rank + 1], tensor)
+            request.outputs.append(output)
+            outputs.append(output)
+            inputs.append(torch.split(tensor.detach(), list(rows)))
+    yield from collective_jobs.reduce_scatter(site.group, outputs, inputs, reduction_of_spec(batch[0][0].spec), backend)
 
 
 def even_rows(total: int, size: int) -> tuple[int, ...]:

@@ -253,7 +253,7 @@ class CompiledStep:
         self._parts = parts
         self._counting = counting  # The part with which the count travels
         self._queue: OpQueue = schedule.queue
-        self._steps = controller.steps
+        self._entered = controller.positions.entered
         self._began = 0.0
         self._tensor_queue = controller.tensor_queue
         self._counts = schedule.queue.counters.of_steps(key[1], PLANNED, schedule.sizes())
@@ -276,7 +276,7 @@ class CompiledStep:
             if not all(addresses):
                 return None
             picked.append((mine, addresses))
-        self._steps[self._key[1]] = step
+        self._entered[self._key[1]] = step
         self._tensor_queue.last = (self._key, site, began)
         return self._queue.run(partial(self._reduce, picked, missing), drive=True)
 

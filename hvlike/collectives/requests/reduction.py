@@ -8,13 +8,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from hvlike.backends.arithmetic.arithmetic import Arithmetic
 from hvlike.backends.arithmetic.reduce_op import AnyOp, ReduceOp, op_name, reduce_op
-from hvlike.backends.base import Backend, PreparedReduction
 from hvlike.errors import UnsupportedOpError, UsageError, WrongTypeError
 from hvlike.transport.loop.coroutine import Coroutine
 from hvlike.transport.memory.dtypes import dtype_name
@@ -131,25 +130,6 @@ def arithmetic_of(dtype: torch.dtype, op: AnyOp, size: int, prescale: float, pos
     """The arithmetic of a reduction over `size` ranks; kept, as programs repeat few of them. Used in the loop only."""
     divisor = size if op is Average else 1
     return Arithmetic(dtype, op, divisor=divisor, prescale=prescale, postscale=postscale)
-
-
-MOST_PREPARED = 256  # Reductions of single tensors that are kept; with one more all are prepared anew
-Prepared = dict[Any, PreparedReduction | None]
-
-
-def prepare_one(
-    known: Prepared, key: object, tensor: torch.Tensor, reduction: Reduction, backend: Backend, size: int
-) -> PreparedReduction | None:
-    """Put into `known` what reduces tensors like this one where they lie; None where they are converted first."""
-    op, dtype = reduction.op, tensor.dtype
-    prepared = None
-    if op is not ReduceOp.ADASUM and working_dtype(dtype, op) is dtype and tensor.numel():
-        arithmetic = arithmetic_of(dtype, op, size, reduction.prescale, reduction.postscale)
-        prepared = backend.prepare([tensor.numel()], arithmetic)
-    if len(known) >= MOST_PREPARED:
-        known.clear()
-    known[key] = prepared
-    return prepared
 
 
 def check_adasum(dtype: torch.dtype) -> None:

@@ -77,7 +77,7 @@ class JobSettings:
         if knobs.keep_memory:
             keep_memory()
         if knobs.thread_affinity is not None:
-            fabric.loop.pin(knobs.thread_affinity[fabric.world.local_rank])
+            fabric.loop.thread_pool.pin(knobs.thread_affinity[fabric.world.local_rank])
         set_up_log(knobs.log_level, fabric.world.rank, hide_time=knobs.log_hide_time)
         world = fabric.world
         logger.debug("%s: local rank %d of %d, %d cores", world, world.local_rank, world.local_size, fabric.cores)

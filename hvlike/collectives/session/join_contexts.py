@@ -2,50 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from hvlike.collectives.controller.controller import Controller
 from hvlike.collectives.requests.join_protocol import JoinFailure, LeaveEnd
 from hvlike.collectives.session.joined_proxy import JoinedProxies
-from hvlike.errors import HorovodInternalError, JoinError, UsageError
+from hvlike.errors import JoinError, UsageError
 from hvlike.transport.fabric import PlanEpoch
 
 
 class JoinContexts:
-    def __init__(
-        self,
-        proxies: JoinedProxies,
-        controller: Controller,
-        perform: Callable[[Callable[[], None]], None],
-        epoch: PlanEpoch,
-    ) -> None:
-        """perform: has something done in the loop. epoch: the guard of compiled plans."""
+    def __init__(self, proxies: JoinedProxies, controller: Controller, epoch: PlanEpoch) -> None:
+        """epoch: the guard of compiled plans."""
         self._epoch = epoch
         self.inside = False
         self._entered = 0
         self._number = 0  # Of the last context that has begun in the loop
         self._proxies = proxies
-        self._controller = controller
-        self._perform = perform
-        self._failure: JoinFailure | None = None
+        self._positions = controller.positions
         self._early: dict[int, JoinFailure] = {}
         controller.on_failure = self._hear
 
     @property
     def failed(self) -> bool:
         """Another rank has left the context with an exception, and this one has not left it yet."""
-        return self._failure is not None
+        return self._positions.failure is not None
 
     def check(self) -> None:
-        if self._failure is not None:
-            raise JoinError(str(self._failure.error))
-
-    def check_step(self, name: str, step: int, fail: Callable[[HorovodInternalError], None]) -> None:
-        """Let a step, once entered, fail in the loop, if that rank takes no part in it: all have made the same then."""
-        failure = self._failure
-        if failure is not None and failure.misses(name, step):
-            error = failure.error
-            self._perform(lambda: fail(error))
+        failure = self._positions.failure
+        if failure is not None:
+            raise JoinError(str(failure.error))
 
     def enter(self) -> int:
         """Return the number of the context that begins. Raises: UsageError inside another one of this process set."""
@@ -68,7 +52,7 @@ class JoinContexts:
     def end(self, end: LeaveEnd | None) -> None:
         """All ranks have left the context (None: that can no longer be); in the loop."""
         self.inside = False
-        self._failure = None
+        self._positions.fail(None)
         if end is None or end.failed:
             self._proxies.reset(() if end is None else end.spare_queues)
 
@@ -79,6 +63,5 @@ class JoinContexts:
             self._fail(failure)
 
     def _fail(self, failure: JoinFailure) -> None:
-        self._failure = failure
         self._epoch.advance()
-        self._controller.stop_steps(failure)
+        self._positions.fail(failure)

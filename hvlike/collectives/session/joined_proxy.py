@@ -26,7 +26,6 @@ from hvlike.backends.operation import Operation
 from hvlike.collectives.compression import Mark
 from hvlike.collectives.controller.controller import OPTIONS, Controller
 from hvlike.collectives.health.option_watch import OptionWatch, ReadOptions
-from hvlike.collectives.health.wait_for_graph import STEP
 from hvlike.collectives.persistent.schedule import Schedule
 from hvlike.collectives.requests.join_protocol import PLANNED_KINDS, neutral_tensors
 from hvlike.collectives.requests.message_table import Response
@@ -237,13 +236,8 @@ class PersistentOperation(ABC):
     def _wait_in_step(self, step: int, site: CallSite, detail: str = "") -> None:
         """Wait for the end of what runs in a step; reports and the search for deadlocks know of it."""
         assert self._set_state is not None
-        controller, key = self._set_state.controller, (STEP, self.name)
-        controller.enter_step(key, step, site, detail, self.fail)
-        self._set_state.rounds.check_step(self.name, step, self.fail)
-        try:
-            controller.wait(key, self._running[-1].done, None)
-        finally:
-            controller.leave_step(key)
+        controller, done = self._set_state.controller, self._running[-1].done
+        controller.wait_in_order(self.name, step, done, self.fail, place=site, detail=detail)
 
 
 def _send_options(controller: Controller, name: str, rank: int, message: tuple[Any, ...]) -> None:
@@ -345,13 +339,13 @@ class JoinedProxies:
         for each in self.planned:
             each.forget()
         self._queues.set_spare(healthy)
-        self._controller.steps.clear()
+        self._controller.positions.entered.clear()
         return [queue.device for queue in healthy_queues if queue.device is not None]
 
     def steps(self) -> dict[str, int]:
         """How many steps of each plan this rank has entered and can complete, whatever its program does now."""
         lost = {each.name for each in self.planned if not each.healthy}
-        return {name: steps for name, steps in self._controller.steps.items() if name not in lost}
+        return {name: steps for name, steps in self._controller.positions.copy().items() if name not in lost}
 
     def give_up(self) -> None:
         for proxy in list(self._by_name.values()):
@@ -366,7 +360,7 @@ class JoinedProxies:
             each.fail(ShutdownError("a Join context was left in the middle of this planned operation"))
         self.give_up()
         self._queues.set_spare(spare_queues)
-        self._controller.steps.clear()
+        self._controller.positions.entered.clear()
 
     def error(self) -> BaseException | None:
         return next((each.error for each in list(self._by_name.values()) if each.error is not None), None)

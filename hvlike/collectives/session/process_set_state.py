@@ -75,7 +75,7 @@ class ProcessSetState:
             self.controller.agreement = Agreement(queue, peers, self.controller.send_soon)
         self.proxies = JoinedProxies(self.queues, self.controller)
         self.plan_epoch = fabric.plan_epoch  # The guard of compiled plans
-        self.rounds = JoinContexts(self.proxies, self.controller, fabric.loop.perform, fabric.plan_epoch)
+        self.rounds = JoinContexts(self.proxies, self.controller, fabric.plan_epoch)
         router.connect(group.number, self.controller)
 
     def _open_board(self) -> Coroutine[None]:

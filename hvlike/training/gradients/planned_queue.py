@@ -207,7 +207,7 @@ class PlannedQueue(PersistentOperation):
         if self._step >= self._look_at:
             self._look_at_options()
         self._step += 1
-        set_state.controller.steps[self.name] = self._step
+        set_state.controller.positions.entered[self.name] = self._step
 
         def run(backend: Backend) -> Coroutine[int]:
             active = yield from job(backend)

@@ -359,8 +359,7 @@ class PlannedReducer(PersistentOperation):
         controller, rounds = self._set_state.controller, self._set_state.rounds
         key, step, self._site = (STEP, self.name), self._step + 1, find_call_site()
         controller.tensor_queue.notice(key, self._site)
-        controller.steps[self.name] = step
-        rounds.check_step(self.name, step, self.fail)
+        controller.positions.entered[self.name] = step
         with exposed_wait(schedule.queue, self.name, self._step):
             try:
                 self._start_rest(schedule, tensors)

@@ -9,6 +9,7 @@ was handed to the loop, only the one thread that made it. The loop raises StateE
 from __future__ import annotations
 
 import enum
+import threading
 from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass
 from typing import Any, Generic, TypeAlias, TypeVar
@@ -48,6 +49,14 @@ def second_driver(what: str) -> StateError:
     return StateError(
         f"two threads advance {what} at the same time: once a coroutine was handed to the loop, only the loop's driver "
         "may advance it; before, only the thread that made it"
+    )
+
+
+def not_the_driver(what: str) -> StateError:
+    """The error for a thread that calls what only the loop's driver may call."""
+    return StateError(
+        f"{what} was called by thread {threading.current_thread().name!r}, which does not drive the progress loop: "
+        "only the driver may advance a coroutine. Hand it over with post() or perform()."
     )
 
 

@@ -12,8 +12,6 @@ there only; `begin` and `cancel` raise StateError elsewhere.
 from __future__ import annotations
 
 import math
-import os
-import threading
 from collections import deque
 from collections.abc import Callable
 from functools import partial
@@ -22,7 +20,7 @@ from typing import Any, TypeVar
 
 from hvlike.errors import ShutdownError, StateError
 from hvlike.system.system import system
-from hvlike.transport.loop.coroutine import Coroutine, Task, Wait, explain
+from hvlike.transport.loop.coroutine import Coroutine, Task, Wait, explain, not_the_driver
 from hvlike.transport.loop.socket_events import SocketEvents
 from hvlike.transport.loop.spin import (
     HELD_UP_SECONDS,
@@ -94,10 +92,6 @@ class Loop:
         self._inbox.append(action)
         if wake:
             self._bell.ring()
-
-    def pin(self, core: int) -> None:
-        """Run the background thread on one core from now on. Raises: OSError for a core that is not there."""
-        os.sched_setaffinity(self.thread_pool.first or 0, {core})
 
     def perform(self, action: Callable[[], object]) -> None:
         """Run `action` in the loop: at once if no thread drives, else soon. Never blocks."""
@@ -236,10 +230,7 @@ class Loop:
     def _check_driver(self, what: str) -> None:
         # Once it was closed no thread drives the loop.
         if not (self.drives_here or self._closing):
-            raise StateError(
-                f"Loop.{what}() was called by thread {threading.current_thread().name!r}, which does not drive the "
-                "progress loop: only the driver may advance a coroutine. Hand it over with post() or perform()."
-            )
+            raise not_the_driver(f"Loop.{what}()")
 
     def _wake_waiters(self) -> None:
         with self._changed:

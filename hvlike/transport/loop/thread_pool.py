@@ -7,6 +7,7 @@ be woken for it. Before it does, it makes sure that another thread listens. With
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -48,9 +49,9 @@ class ThreadPool:
         with self._lock:
             self._grow()
 
-    @property
-    def first(self) -> int | None:
-        return self._threads[0].native_id
+    def pin(self, core: int) -> None:
+        """Run the first thread on one core from now on. Raises: OSError for a core that is not there."""
+        os.sched_setaffinity(self._threads[0].native_id or 0, {core})
 
     @property
     def queued(self) -> int:
