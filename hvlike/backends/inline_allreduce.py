@@ -12,7 +12,6 @@ from hvlike.backends.op_queue import OpQueue
 from hvlike.backends.shared_memory.board import RING, WORDS, Board
 from hvlike.backends.shared_memory.in_place_shm import InlineReduction
 from hvlike.backends.shared_memory.shared_backend import SharedBackend
-from hvlike.errors import HorovodInternalError
 from hvlike.system.mapped_memory import Segment
 from hvlike.system.system import system
 from hvlike.transport.fabric import Fabric
@@ -29,11 +28,10 @@ _LEAST_IN_PLACE = 256 << 10
 _SMALLEST_COPY = 16 << 10
 
 WAIT_SECONDS = 0.05
-"""How long a rank waits on the board. Then it negotiates, which finds deadlocks and stalls."""
+"""How long a rank waits on the board. Then it tells the others to hurry."""
 
 _BLOCK_BYTES = -(-8 * WORDS // 128) * 128
 _NAP_SECONDS = 2e-3
-_HEAD_SECONDS = 30.0
 
 
 class InlineEngine:
@@ -44,7 +42,7 @@ class InlineEngine:
         self.queue = queue
         self._rank = rank
         self._size = size
-        self._spin, self._loop = fabric.spin, fabric.loop
+        self._spin = fabric.spin
         bells = [Doorbell(segment, each, fabric.fence) for each in range(size)]
         self._bell = bells[rank]
         self.others = [bell for each, bell in enumerate(bells) if each != rank]
@@ -79,35 +77,9 @@ class InlineEngine:
         for bell in self.others:
             bell.notify_if_sleeping()
 
-    def wait(self, index: int) -> bool:
-        """Wait for the answer about operation number `index`, which this rank has offered; WAIT_SECONDS at most.
-
-        Raises: HorovodInternalError when the first rank is lost, or was stopped, in the middle of its answer.
-        """
-        answer: bool | None = None
+    def wait(self, index: int) -> bool | None:
+        """Wait for the answer about operation number `index`, which this rank has offered; None after WAIT_SECONDS."""
         self.wake()
-        try:
-            answer = self._wait(index)
-            if answer is None:
-                answer = self._withdraw(index)
-        finally:
-            if answer is None:
-                self.board.withdraw(index)
-            self.wake()
-        return answer
-
-    def at_once(self, arithmetic: Arithmetic, elements: int, number: int) -> InlineReduction | None:
-        """What reduces a large tensor, and one of middling size in shared memory; None for others.
-
-        number: the same on all ranks for the same kind of call.
-        """
-        backend, nbytes = self.queue.backend, elements * arithmetic.itemsize
-        if not isinstance(backend, SharedBackend) or (nbytes <= _LEAST_IN_PLACE and self.is_small(nbytes)):
-            return None
-        return backend.inline(arithmetic, elements, number)
-
-    def _wait(self, index: int) -> bool | None:
-        """The answer; None when the wait has timed out."""
         look = self.board.look
         for _ in range(CHECKS):
             answer = look(index)
@@ -130,27 +102,15 @@ class InlineEngine:
                 self.board.set_asleep(False)
         return None
 
-    def _withdraw(self, index: int) -> bool:
-        answer = self.board.withdraw(index)
-        self.wake()
-        began = system.monotonic()
-        until = began + _HEAD_SECONDS
-        while answer is None:
-            # The head is about to decide, or waits for a rank that is between two statements.
-            if system.monotonic() < began + WAIT_SECONDS:
-                system.sleep(0)
-            else:
-                # Or one of them is lost there: the loop notices that.
-                self._loop.wait(lambda: self.queue.broken is not None, _NAP_SECONDS)
-                if self.queue.broken is not None:
-                    raise self.queue.broken
-            answer = self.board.look(index)
-            if answer is None and system.monotonic() > until:
-                raise HorovodInternalError(
-                    f"the first rank of the process set has not answered for {_HEAD_SECONDS} s in the middle of a "
-                    "reduction; it was killed or stopped there."
-                )
-        return answer
+    def at_once(self, arithmetic: Arithmetic, elements: int, number: int) -> InlineReduction | None:
+        """What reduces a large tensor, and one of middling size in shared memory; None for others.
+
+        number: the same on all ranks for the same kind of call.
+        """
+        backend, nbytes = self.queue.backend, elements * arithmetic.itemsize
+        if not isinstance(backend, SharedBackend) or (nbytes <= _LEAST_IN_PLACE and self.is_small(nbytes)):
+            return None
+        return backend.inline(arithmetic, elements, number)
 
 
 def _copy_bytes(ranks: int) -> int:

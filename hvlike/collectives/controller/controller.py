@@ -91,7 +91,7 @@ class Controller:
         self._trace = trace
         self._end = end
         self.tensor_queue = TensorQueue(fabric.world.rank)
-        self.agreement: Agreement | None = None  # Of members that are on a node each, and agree without the coordinator
+        self.agreement: Agreement | None = None  # Of members that may agree without the coordinator
         self._outbox: deque[Request] = deque()
         self._numbers: dict[RequestSpec, int] = {}  # Of the specs that were announced; what members send in their place
         self._known: dict[int, tuple[RequestSpec, Any]] = {}  # And `Response.extra`, which follows from the spec
@@ -357,10 +357,11 @@ class Controller:
     def _obey(self, responses: list[Response | KnownResponse], counts: Mapping[str, int]) -> None:
         if counts:
             self.names.align(counts)
-        new_epoch = bool(counts)
+        new_epoch, joined = bool(counts), False
         for each in responses:
-            if isinstance(each, Response) and (each.error is not None or each.key in (JOIN_KEY, LEAVE_KEY)):
-                new_epoch = True
+            if isinstance(each, Response):
+                joined = joined or each.key in (JOIN_KEY, LEAVE_KEY)
+                new_epoch = new_epoch or joined or each.error is not None
         if new_epoch:
             # The ranks may have asked for different numbers of things: all go on from here.
             decided = [
@@ -369,7 +370,7 @@ class Controller:
             ]
             self.tensor_queue.begin_epoch(decided)
             if self.agreement is not None:
-                self.agreement.begin_epoch()
+                self.agreement.begin_epoch(joined=joined)
         agreed = []
         trace, node_table = self._trace, self._node_table
         for each in responses:

@@ -1,27 +1,32 @@
-"""Agreement by messages: ranks on different nodes see that they all ask for the same operation now, without a
-coordinator.
+"""Agreement: ranks see that they all ask for the same operation now, without a coordinator.
 
 Every rank numbers its operations; the n-th one of a rank meets the n-th ones of the others. A rank either offers to do
 its n-th operation inline or passes it, once and for all:
 
-    offer   to all: kind and name of operation n, perhaps with its data (backends/network/offers.py)
-    pass    to a rank that has offered n: this rank's operation n goes, or will go, through the coordinator
+    offer   to all: kind and name of operation n, perhaps with its data
+    pass    this rank's operation n goes, or will go, through the coordinator
     hurry   to all, after a long wait for n: a rank that has not come to n yet passes it now
 
-So all that have offered n decide alike: where all offers are equal they do the operation, else they negotiate it. A
-rank that nobody has offered anything sends nothing. Names and numbers are compared, never indices alone: a rank that
-has counted differently passes, or gets a no.
+So all that have offered n decide alike: where all offers are equal they do the operation, else they negotiate it. Names
+and numbers are compared, never indices alone: a rank that has counted differently passes, or gets a no.
+
+Ranks of one node have a board in shared memory (backends/shared_memory/board.py): all see what a rank offers or passes.
+Ranks of different nodes send messages (backends/network/offers.py). There a rank tells of a pass only who has offered,
+so a rank that nobody has offered anything sends nothing.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from hvlike.backends.network.offers import Data
-from hvlike.collectives.controller.tensor_queue import TensorQueue
+from hvlike.backends.shared_memory.board import Board
+from hvlike.collectives.controller.tensor_queue import TensorQueue, Watcher
 
 PASS, HURRY = "pass", "hurry"
+_NEVER = 1 << 62
 
 
 class Offer(NamedTuple):
@@ -30,8 +35,91 @@ class Offer(NamedTuple):
     data: Data | None = None
 
 
-class Agreement:
-    """One rank's view. Methods without a lock of their own need that of the tensor queue. Nothing here blocks."""
+class Agreement(ABC):
+    """One rank's view. Nothing here blocks."""
+
+    stopped = False  # A peer has left, or this rank: nothing is agreed any more
+
+    @abstractmethod
+    def hear(self, rank: int, what: str, value: Any) -> None:
+        """A peer says PASS or HURRY, of the operation with this number."""
+
+    @abstractmethod
+    def hurry(self, index: int) -> None:
+        """This rank has waited for long for what it has offered."""
+
+    @abstractmethod
+    def begin_epoch(self, *, joined: bool) -> None:
+        """The numbers of operations have gone up on all ranks; joined: all have joined, and ask for things again."""
+
+    @abstractmethod
+    def set_away(self, away: bool) -> None:
+        """Whether this rank asks for nothing while the others go on (it has joined)."""
+
+    @abstractmethod
+    def stop(self) -> None:
+        """Let nothing be agreed any more."""
+
+
+class BoardAgreement(Agreement):
+    """Between the ranks of a node."""
+
+    def __init__(self, tensor_queue: TensorQueue, peers: Sequence[int], send: Callable[[int, str, Any], None]) -> None:
+        """peers: the other members; send: brings a peer (rank, what, value), soon."""
+        self._queue = tensor_queue
+        self._peers = peers
+        self._send = send
+        self._board: Board | None = None
+        self._bells: Sequence[Watcher] = ()
+        self._away = False
+        self._passed = 0  # Operations below this number
+
+    def open(self, board: Board, bells: Sequence[Watcher]) -> None:
+        """There is a board from now on. bells: of the peers, which may sleep over it."""
+        with self._queue.lock:
+            self._board, self._bells = board, bells
+            self._queue.board = (board.count, bells)
+            self._pass(max(self._passed, self._queue.entered))
+
+    def hear(self, rank: int, what: str, value: Any) -> None:
+        # Who hears PASS looks at the board again.
+        if what == HURRY:
+            with self._queue.lock:
+                if value >= self._queue.entered:
+                    self._pass(value + 1)
+            self._send(rank, PASS, value)
+
+    def hurry(self, index: int) -> None:
+        for rank in self._peers:
+            self._send(rank, HURRY, index)
+
+    def begin_epoch(self, *, joined: bool) -> None:
+        with self._queue.lock:
+            self._away = self._away and not joined
+            self._pass(self._queue.next_epoch if self._away else self._queue.entered)
+
+    def set_away(self, away: bool) -> None:
+        with self._queue.lock:
+            self._away = away
+            if away:
+                # What has been passed stays passed. With the end of the join an epoch begins.
+                self._pass(self._queue.next_epoch)
+
+    def stop(self) -> None:
+        with self._queue.lock:
+            self.stopped = True
+            self._pass(_NEVER)
+
+    def _pass(self, count: int) -> None:
+        self._passed = count
+        if self._board is not None:
+            self._board.passed(count)
+            for bell in self._bells:
+                bell.notify_if_sleeping()
+
+
+class MessageAgreement(Agreement):
+    """Between ranks of different nodes. Methods without a lock of their own need that of the tensor queue."""
 
     def __init__(self, tensor_queue: TensorQueue, peers: Sequence[int], send: Callable[[int, str, Any], None]) -> None:
         """peers: the other members; send: brings a peer (rank, what, value), soon."""
@@ -41,7 +129,7 @@ class Agreement:
         self._offers: dict[int, dict[int, Offer | None]] = {}  # By operation and rank; None: that rank has passed
         self._passed: set[int] = set()  # Operations that this rank has passed before it came to them
         self._index, self._mine = -1, Offer(0, 0)  # What this rank has offered and waits for
-        self._away = self.stopped = False
+        self._away = False
         self.answer: bool | None = None  # Whether all do what this rank has offered; None: not known yet
         self.offers: dict[int, Offer | None] = {}  # What the peers have offered, once there is an answer
         # The tensor queue tells of the operations that it numbers while this is not 0.
@@ -93,20 +181,17 @@ class Agreement:
             else:
                 self.asleep[0] = 1
 
-    def hurry(self) -> None:
-        """This rank has waited for long."""
+    def hurry(self, index: int) -> None:
         with self._queue.lock:
-            for rank in self._peers if self._index >= 0 else ():
-                if rank not in self._offers[self._index]:
-                    self._send(rank, HURRY, self._index)
+            for rank in self._peers if self._index == index else ():
+                if rank not in self._offers[index]:
+                    self._send(rank, HURRY, index)
 
-    def begin_epoch(self) -> None:
-        """The numbers of operations have gone up on all ranks."""
+    def begin_epoch(self, *, joined: bool) -> None:
         with self._queue.lock:
             self.notify_if_sleeping()
 
     def set_away(self, away: bool) -> None:
-        """Whether this rank asks for nothing while the others go on (it has joined)."""
         with self._queue.lock:
             self._away = away
             for index in list(self._offers) if away else ():
@@ -114,7 +199,6 @@ class Agreement:
                     self._pass(index)
 
     def stop(self) -> None:
-        """A peer has left, or this rank: nothing is agreed any more."""
         with self._queue.lock:
             self.stopped = True
             if self._index >= 0:

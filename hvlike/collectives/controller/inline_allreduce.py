@@ -16,6 +16,7 @@ from hvlike.backends.inline_allreduce import InlineEngine
 from hvlike.backends.shared_memory.board import FINISHED, RING
 from hvlike.backends.shared_memory.in_place_shm import AS_SHARED, InlineReduction
 from hvlike.collectives.controller.controller import Controller
+from hvlike.collectives.controller.inline_agreement import BoardAgreement
 from hvlike.collectives.controller.inline_calls import INLINE, KIND, MOST_KNOWN, InlineCalls
 from hvlike.collectives.requests.reduction import Average
 from hvlike.observe.recorder import Recorder
@@ -47,17 +48,17 @@ class _Piece(NamedTuple):
 
 
 class InlineAllreduce(InlineCalls[_Plan]):
-    def __init__(self, controller: Controller, inline: InlineEngine, recorder: Recorder, size: int) -> None:
-        super().__init__(controller, recorder, size)
+    def __init__(
+        self, controller: Controller, agreement: BoardAgreement, inline: InlineEngine, recorder: Recorder, size: int
+    ) -> None:
+        """From inside the loop."""
+        super().__init__(controller, agreement, recorder, size)
         self._inline = inline
         self._board = inline.board
         self._pieces: dict[int, _Piece] = {}
-        self._large = 0
         self._run = SilentErrstate().run
-        tensor_queue = self._queue
-        with tensor_queue.lock:
-            inline.board.passed(tensor_queue.entered)
-            tensor_queue.board = (inline.board.count, inline.others)
+        self._interrupt: BaseException | None = None  # What is to be raised once the operation under way is done
+        agreement.open(inline.board, inline.others)
 
     # All in one frame: where the caches are cold, as after a backward, a call costs more than most statements.
     def attempt(
@@ -84,6 +85,7 @@ class InlineAllreduce(InlineCalls[_Plan]):
             number, slots = number ^ AS_SHARED, ()
         tensor_queue, board = self._queue, self._board
         begun = offered = False
+        interrupt: BaseException | None = None
         try:
             with tensor_queue.lock:
                 index = tensor_queue.entered
@@ -100,12 +102,17 @@ class InlineAllreduce(InlineCalls[_Plan]):
                 elif shared and at_once is not None:
                     at_once.post(address)
                 tensor_queue.entered = index + 1
-                offered = True
-                agreed = board.offer(index, number, code)
+                offered, agreed = True, None
+                try:
+                    agreed = board.offer(index, number, code)
+                except BaseException as error:
+                    interrupt = error
             if not tensor_queue.here.is_known:
                 tensor_queue.know_thread()
             tensor_queue.last = (key, place, system.monotonic())
-            if not agreed and not self._wait(at_once, index):
+            if not agreed and not self._wait(index, key[1], interrupt):
+                if at_once is not None:
+                    at_once.forget()
                 return key[1]
             self._sparing = 0
             self.served += 1
@@ -115,17 +122,15 @@ class InlineAllreduce(InlineCalls[_Plan]):
                 for function, arguments, keywords in piece.calls[index % RING]:
                     run(function, *arguments, **keywords)
             else:
-                self._reduce(piece, address, shared, key[1])
+                self._reduce(piece, address, index, key[1], shared=shared)
+            if self._interrupt is not None:
+                raise self._interrupt
         finally:
             if offered:
                 board.mine[FINISHED] = index + 1
             if begun:
-                self._busy = False
+                self._busy, self._interrupt = False, None
         return True
-
-    def set_away(self, away: bool) -> None:
-        super().set_away(away)
-        self._board.set_away(away)
 
     def _plan(self, arithmetic: Arithmetic, elements: int, number: int) -> _Plan:
         small = self._inline.is_small(elements * arithmetic.itemsize)
@@ -156,23 +161,49 @@ class InlineAllreduce(InlineCalls[_Plan]):
         self._pieces[address] = piece
         return piece
 
-    def _wait(self, at_once: InlineReduction | None, index: int) -> bool:
-        """Whether all ranks do thing number `index` at once, where that was not plain at first sight."""
-        if self._inline.wait(index):
-            return True
-        self._refused(index)
-        if at_once is not None:
-            at_once.forget()
-        return False
+    def _wait(self, index: int, name: str, interrupt: BaseException | None) -> bool:
+        """Whether all ranks do operation number `index` at once, where that was not plain at first sight.
 
-    def _reduce(self, piece: _Piece, address: int, shared: bool, name: str) -> None:
+        interrupt: has come while this rank offered it. The others may count on this rank: an interrupt, before or here,
+        is raised when they have answered, and when what they agree on is done.
+        """
+        answer = None
+        if interrupt is None:
+            try:
+                answer = self._inline.wait(index)
+            except BaseException as error:
+                interrupt = error
+        if answer is None:
+            answer = self._hurry(index, name)
+        if not answer:
+            self._refused(index)
+            if interrupt is not None:
+                raise interrupt
+        self._interrupt = interrupt
+        return answer
+
+    def _hurry(self, index: int, name: str) -> bool:
+        """Tell the others to hurry, and wait for the answer, with reports of who gives none."""
+        agreement, look = self._agreement, self._board.look
+        agreement.hurry(index)
+        self._positions.entered[INLINE] = index
+        try:
+            self._await(
+                lambda: agreement.stopped or look(index) is not None, index, name, lambda error: agreement.stop()
+            )
+        except BaseException:
+            # Nobody knows any more where this rank is.
+            agreement.stop()
+            raise
+        return look(index) or False
+
+    def _reduce(self, piece: _Piece, address: int, index: int, name: str, *, shared: bool) -> None:
         """A tensor that is not small, on the backend; where a peer is slow, wait with reports of who is missing."""
-        inline = self._inline
-        self._large += 1
-        self._positions.entered[INLINE] = self._large
+        queue = self._inline.queue
+        self._positions.entered[INLINE] = index
         assert piece.at_once is not None
         coroutine = piece.at_once.begin(address, shared=shared)
-        operation = inline.queue.run(lambda backend: coroutine, drive=True)
+        operation = queue.run(lambda backend: coroutine, drive=True)
         if not operation.done():
-            self._await(operation.done, self._large, name, inline.queue.fail)
+            self._await(operation.done, index, name, queue.fail)
         operation.wait()

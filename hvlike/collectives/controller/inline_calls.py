@@ -16,6 +16,7 @@ import torch
 from hvlike.backends.arithmetic.arithmetic import Arithmetic
 from hvlike.backends.arithmetic.reduce_op import ReduceOp
 from hvlike.collectives.controller.controller import Controller
+from hvlike.collectives.controller.inline_agreement import Agreement
 from hvlike.collectives.controller.tensor_queue import automatic_name
 from hvlike.collectives.requests.reduction import arithmetic_of, working_dtype
 from hvlike.collectives.requests.request import CallSite, RequestKey, RequestSpec, find_call_site
@@ -43,8 +44,9 @@ class Name(NamedTuple):
 class InlineCalls(Generic[P]):
     """P: the plan of a kind of calls."""
 
-    def __init__(self, controller: Controller, recorder: Recorder, size: int) -> None:
+    def __init__(self, controller: Controller, agreement: Agreement, recorder: Recorder, size: int) -> None:
         self._controller = controller
+        self._agreement: Agreement = agreement
         self._queue = controller.tensor_queue
         self._positions = controller.positions
         self._recorder = recorder
@@ -91,6 +93,7 @@ class InlineCalls(Generic[P]):
             self._away = away
         while self._busy:
             system.sleep(_AWAY_SECONDS)
+        self._agreement.set_away(away)
 
     def _plan(self, arithmetic: Arithmetic, elements: int, number: int) -> P:
         """number: of the kind, the same on all ranks."""

@@ -21,7 +21,7 @@ from hvlike.backends.network.offers import Data, Offers
 from hvlike.backends.network.progress import has_ended
 from hvlike.backends.op_queue import OpQueue
 from hvlike.collectives.controller.controller import Controller
-from hvlike.collectives.controller.inline_agreement import Agreement, Offer
+from hvlike.collectives.controller.inline_agreement import MessageAgreement, Offer
 from hvlike.collectives.controller.inline_calls import INLINE, KIND, MOST_KNOWN, InlineCalls
 from hvlike.collectives.requests.reduction import Average
 from hvlike.errors import HorovodInternalError
@@ -56,11 +56,17 @@ class _Piece(NamedTuple):
 
 class InlineMessages(InlineCalls[_Plan]):
     def __init__(
-        self, controller: Controller, agreement: Agreement, queue: OpQueue, comm: Any, fabric: Fabric, group: Group
+        self,
+        controller: Controller,
+        agreement: MessageAgreement,
+        queue: OpQueue,
+        comm: Any,
+        fabric: Fabric,
+        group: Group,
     ) -> None:
         """From inside the loop. queue, comm: nothing else uses them."""
-        super().__init__(controller, fabric.recorder, group.size)
-        self._agreement = agreement
+        super().__init__(controller, agreement, fabric.recorder, group.size)
+        self._agreement: MessageAgreement = agreement
         self._op_queue = queue
         self._loop = fabric.loop
         self._is_first = group.rank == 0
@@ -125,10 +131,6 @@ class InlineMessages(InlineCalls[_Plan]):
             self._busy = False
         return True
 
-    def set_away(self, away: bool) -> None:
-        super().set_away(away)
-        self._agreement.set_away(away)
-
     def close(self) -> None:
         self._loop.remove_source(self._offers.progress, self._offers.is_unfinished)
         self._offers.close()
@@ -166,7 +168,7 @@ class InlineMessages(InlineCalls[_Plan]):
                 loop.cancel(task, error)
 
         if not loop.wait(lambda: task.done, HURRY_SECONDS):
-            agreement.hurry()
+            agreement.hurry(index)
             self._await(lambda: task.done, index, name, stop)
         if task.error is not None:
             raise task.error

@@ -92,7 +92,8 @@ class TensorQueue:
                 self.entered += 1
                 if self.board is not None:
                     word, bells = self.board
-                    word[0] = self.entered
+                    # What this rank has passed before it has come to it stays passed.
+                    word[0] = max(word[0], self.entered)
                     for bell in bells:
                         if bell.asleep[0]:
                             bell.notify_if_sleeping()
@@ -114,11 +115,16 @@ class TensorQueue:
         self.know_thread()
         self.last = (key, place, system.monotonic())
 
+    @property
+    def next_epoch(self) -> int:
+        """The first number of the next epoch."""
+        return ((self.entered >> _EPOCH_BITS) + 1) << _EPOCH_BITS
+
     def begin_epoch(self, decided: Iterable[RequestKey] = ()) -> None:
         """All go on from here alike: what this rank alone has asked for counts on, `decided` no longer does."""
         with self.lock:
             in_flight = len(self.requests.keys() - set(decided))
-            self.entered = (((self.entered >> _EPOCH_BITS) + 1) << _EPOCH_BITS) + in_flight
+            self.entered = self.next_epoch + in_flight
 
     def recount(self, index: int) -> None:
         """An attempt that was number `index` is to be negotiated: number it again if an epoch has begun meanwhile."""

@@ -15,7 +15,7 @@ from hvlike.backends.inline_allreduce import open_inline_allreduce
 from hvlike.backends.op_queue import OpQueue, OpQueues, open_queue
 from hvlike.collectives.controller.controller import Controller
 from hvlike.collectives.controller.execution import Executor
-from hvlike.collectives.controller.inline_agreement import Agreement
+from hvlike.collectives.controller.inline_agreement import BoardAgreement, MessageAgreement
 from hvlike.collectives.controller.inline_allreduce import InlineAllreduce
 from hvlike.collectives.controller.inline_calls import InlineCalls, inline_allreduces
 from hvlike.collectives.controller.inline_messages import MOST_MEMBERS, InlineMessages
@@ -69,10 +69,13 @@ class ProcessSetState:
             knobs.cycle_time / 1000,
             trace,
         )
-        if opening == self._open_messages:
+        self.agreement: BoardAgreement | MessageAgreement | None = None
+        if opening is not None:
+            # What others say of it comes before this rank has opened the board, perhaps.
             peers = [rank for rank in group.ranks if rank != fabric.world.rank]
-            queue = self.controller.tensor_queue
-            self.controller.agreement = Agreement(queue, peers, self.controller.send_soon)
+            kind = MessageAgreement if apart else BoardAgreement
+            self.agreement = kind(self.controller.tensor_queue, peers, self.controller.send_soon)
+            self.controller.agreement = self.agreement
         self.proxies = JoinedProxies(self.queues, self.controller)
         self.plan_epoch = fabric.plan_epoch  # The guard of compiled plans
         self.rounds = JoinContexts(self.proxies, self.controller, fabric.plan_epoch)
@@ -82,13 +85,15 @@ class ProcessSetState:
         queue = yield from self.queues.take(-1)
         inline = yield from open_inline_allreduce(self._fabric, self.group, queue)
         if inline is not None:
-            self._serve(InlineAllreduce(self.controller, inline, self._fabric.recorder, self.group.size))
+            agreement = self.agreement
+            assert isinstance(agreement, BoardAgreement)
+            self._serve(InlineAllreduce(self.controller, agreement, inline, self._fabric.recorder, self.group.size))
 
     def _open_messages(self) -> Coroutine[None]:
         queue = yield from self.queues.take(-1)
         comm = yield from self._fabric.duplicate(self.group.comm)
-        agreement = self.controller.agreement
-        assert agreement is not None
+        agreement = self.agreement
+        assert isinstance(agreement, MessageAgreement)
         inline = InlineMessages(self.controller, agreement, queue, comm, self._fabric, self.group)
         self._closing = inline.close
         self._serve(inline)

@@ -11,6 +11,7 @@ BELL = "transport/memory/doorbell.py"
 LOOP = "transport/loop/loop.py"
 SYNC = "backends/shared_memory/work_sync.py"
 BOARD = "backends/shared_memory/board.py"
+AGREEMENT = "collectives/controller/inline_agreement.py"
 CHANNEL = "transport/messages/channel.py"
 PROXY = "collectives/session/joined_proxy.py"
 
@@ -91,18 +92,8 @@ PLANTS = [
         kinds=("inline",),
     ),
     plant(
-        "the head does not see that a rank has withdrawn",
-        (BOARD, "        if _WITHDRAWN not in states and all(", "        if all("),
-        kinds=("inline",),
-    ),
-    plant(
-        "a rank withdraws though the head has come",
-        (BOARD, "        stays = self._has_entered(index)\n", "        stays = False\n"),
-        kinds=("inline",),
-    ),
-    plant(
         "an inline operation takes a place that others still read",
-        (BOARD, "        return all(peer[FINISHED] >= needed for peer in self._peers)\n", "        return True\n"),
+        (BOARD, " and all(peer[FINISHED] >= needed for peer in self._peers)\n", "\n"),
         kinds=("inline",),
     ),
     plant(
@@ -314,16 +305,31 @@ PLANTS = [
         ),
         kinds=("elastic",),
     ),
-    # No job has found these yet.
     plant(
-        "an inline allreduce does not notice that the head is lost",
-        (
-            "backends/inline_allreduce.py",
-            "            if system.monotonic() < began + WAIT_SECONDS:\n",
-            "            if True:\n",
-        ),
-        kinds=("elastic", "lost"),
+        "who is told to hurry offers what it has passed",
+        (BOARD, "        return self.mine[_COUNT] <= index and all(", "        return all("),
+        kinds=("inline", "calls"),
     ),
+    plant(
+        "what a rank has passed is free where it follows at once",
+        (BOARD, "            self.following = -1\n", ""),
+        kinds=("inline", "calls"),
+    ),
+    plant(
+        "who passes an operation does not tell those that wait for it",
+        (
+            AGREEMENT,
+            "                    self._pass(value + 1)\n            self._send(rank, PASS, value)\n",
+            "                    self._pass(value + 1)\n",
+        ),
+        kinds=("prompt", "inline"),
+    ),
+    plant(
+        "who has joined passes nothing in the epoch that begins meanwhile",
+        (AGREEMENT, "self._queue.next_epoch if self._away else self._queue.entered", "self._queue.entered"),
+        kinds=("join",),
+    ),
+    # No job has found these yet.
     plant(
         "who has heard that the session of RPC is over takes who has left for vanished",
         (

@@ -1,13 +1,16 @@
 """Ranks that offer the same operation agree without a coordinator; all that have offered it get the same answer."""
 
+import contextlib
 import random
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
-from hvlike.collectives.controller.inline_agreement import Agreement, Offer
+from hvlike.backends.shared_memory.board import WORDS, Board
+from hvlike.collectives.controller.inline_agreement import Agreement, BoardAgreement, MessageAgreement, Offer
 from hvlike.collectives.controller.tensor_queue import TensorQueue
 from hvlike.collectives.requests.request import Request, RequestSpec
 
@@ -21,40 +24,51 @@ class Ranks:
         self.size = size
         self.queues = [TensorQueue(rank) for rank in range(size)]
         self.wires: dict[tuple[int, int, bool], deque[Any]] = {}
-        self.ranks = [
-            Agreement(
-                self.queues[rank],
-                [peer for peer in range(size) if peer != rank],
-                lambda peer, what, value, rank=rank: self._wire(rank, peer, False).append((what, value)),
-            )
-            for rank in range(size)
-        ]
+        self.ranks = [self.agreement(rank) for rank in range(size)]
 
-    def _wire(self, source: int, target: int, offers: bool) -> deque[Any]:
+    def agreement(self, rank: int) -> Agreement:
+        raise NotImplementedError
+
+    def try_offer(self, rank: int, index: int, kind: int, name: int) -> bool:
+        """With the lock of the tensor queue; the operation is numbered if it is offered."""
+        raise NotImplementedError
+
+    def answer(self, rank: int) -> bool | None:
+        """To what this rank has offered last."""
+        raise NotImplementedError
+
+    def peers(self, rank: int) -> list[int]:
+        return [peer for peer in range(self.size) if peer != rank]
+
+    def wire(self, source: int, target: int, offers: bool = False) -> deque[Any]:
         # Offers have a way of their own, and may overtake the others or be overtaken.
         return self.wires.setdefault((source, target, offers), deque())
 
+    def sending(self, rank: int) -> Callable[[int, str, Any], None]:
+        return lambda peer, what, value: self.wire(rank, peer).append((what, value))
+
     def offer(self, rank: int, kind: int = KIND, name: int = 7) -> bool:
         """False: not tried, and negotiated at once."""
-        queue, agreement = self.queues[rank], self.ranks[rank]
+        queue = self.queues[rank]
         with queue.lock:
             index = queue.entered
-            tried = agreement.may_offer(index)
-            if tried:
-                queue.entered += 1
-                agreement.offer(index, Offer(kind, name))
+            tried = self.try_offer(rank, index, kind, name)
         if not tried:
             self.negotiate(rank)
-            return False
-        for peer in range(self.size):
-            if peer != rank:
-                self._wire(rank, peer, True).append(((index, kind, name, 0),))
-        return True
+        return tried
 
     def negotiate(self, rank: int) -> None:
         queue = self.queues[rank]
         request = Request(f"{queue.entered}", RequestSpec("allreduce"), [torch.ones(1)], lambda request: None)
         queue.enter(request, counted=False)
+
+    def hurry(self, rank: int) -> None:
+        """This rank has waited for long for what it has offered last."""
+        self.ranks[rank].hurry(self.queues[rank].entered - 1)
+
+    def begin_epoch(self, rank: int, *, joined: bool = False) -> None:
+        self.queues[rank].begin_epoch()
+        self.ranks[rank].begin_epoch(joined=joined)
 
     def deliver(self, order: random.Random | None = None) -> bool:
         """One message; False: there is none."""
@@ -64,21 +78,85 @@ class Ranks:
         key = order.choice(full) if order else full[0]
         source, target, offers = key
         message = self.wires[key].popleft()
+        hearing: Any = self.ranks[target]
         if offers:
-            self.ranks[target].take(source, *message)
+            hearing.take(source, *message)
         else:
-            self.ranks[target].hear(source, *message)
+            hearing.hear(source, *message)
         return True
 
     def settle(self) -> list[bool | None]:
         while self.deliver():
             pass
-        return [each.answer for each in self.ranks]
+        return [self.answer(rank) for rank in range(self.size)]
+
+
+class RanksApart(Ranks):
+    def agreement(self, rank: int) -> Agreement:
+        return MessageAgreement(self.queues[rank], self.peers(rank), self.sending(rank))
+
+    def try_offer(self, rank: int, index: int, kind: int, name: int) -> bool:
+        agreement: Any = self.ranks[rank]
+        if not agreement.may_offer(index):
+            return False
+        self.queues[rank].entered += 1
+        agreement.offer(index, Offer(kind, name))
+        for peer in self.peers(rank):
+            self.wire(rank, peer, True).append(((index, kind, name, 0),))
+        return True
+
+    def answer(self, rank: int) -> bool | None:
+        agreement: Any = self.ranks[rank]
+        answer: bool | None = agreement.answer
+        return answer
+
+
+class RanksOfANode(Ranks):
+    def __init__(self, size: int) -> None:
+        memory = [memoryview(bytearray(8 * WORDS)).cast("Q") for _ in range(size)]
+        self.boards = [
+            Board(memory, rank, contextlib.nullcontext(), None, lambda: None, rank % 2) for rank in range(size)
+        ]
+        self.offered = [-1] * size
+        super().__init__(size)
+
+    def agreement(self, rank: int) -> Agreement:
+        agreement = BoardAgreement(self.queues[rank], self.peers(rank), self.sending(rank))
+        agreement.open(self.boards[rank], [])
+        return agreement
+
+    def try_offer(self, rank: int, index: int, kind: int, name: int) -> bool:
+        self.answer(rank)
+        board = self.boards[rank]
+        if index != board.following and not board.is_free(index):
+            return False
+        self.queues[rank].entered += 1
+        self.offered[rank] = index
+        board.offer(index, kind, name)
+        return True
+
+    def answer(self, rank: int) -> bool | None:
+        index = self.offered[rank]
+        answer = None if index < 0 else self.boards[rank].look(index)
+        if answer is None and self.ranks[rank].stopped:
+            answer = False
+        if answer is not None:
+            self.boards[rank].finish(index)
+        return answer
+
+
+WAYS = [RanksApart, RanksOfANode]
+
+
+@pytest.fixture(params=WAYS)
+def way(request: pytest.FixtureRequest) -> type[Ranks]:
+    chosen: type[Ranks] = request.param
+    return chosen
 
 
 @pytest.fixture(params=[2, 3, 5])
-def ranks(request: pytest.FixtureRequest) -> Ranks:
-    return Ranks(request.param)
+def ranks(request: pytest.FixtureRequest, way: type[Ranks]) -> Ranks:
+    return way(request.param)
 
 
 def test_all_do_what_all_have_offered(ranks: Ranks) -> None:
@@ -99,7 +177,7 @@ def test_nobody_does_what_one_has_not_offered(ranks: Ranks, other: dict[str, int
 def test_a_rank_that_negotiates_passes_before_and_after_it_hears_of_an_offer(ranks: Ranks) -> None:
     ranks.offer(0)
     ranks.settle()
-    assert ranks.ranks[0].answer is None
+    assert ranks.answer(0) is None
     for rank in range(1, ranks.size):
         ranks.negotiate(rank)
     assert ranks.settle()[0] is False
@@ -119,7 +197,7 @@ def test_a_late_rank_that_is_told_to_hurry_negotiates_that_operation_only(ranks:
     for rank in range(last):
         ranks.offer(rank)
     ranks.settle()
-    ranks.ranks[0].hurry()
+    ranks.hurry(0)
     assert ranks.settle()[:last] == [False] * last
     assert not ranks.offer(last)
     for rank in range(ranks.size):
@@ -140,15 +218,13 @@ def test_a_rank_that_is_away_passes(ranks: Ranks) -> None:
 def test_after_an_epoch_an_older_offer_is_passed_and_a_newer_one_kept(ranks: Ranks) -> None:
     ranks.offer(0)
     ranks.settle()
-    for queue, agreement in zip(ranks.queues[1:], ranks.ranks[1:], strict=True):
-        queue.begin_epoch()
-        agreement.begin_epoch()
+    for rank in range(1, ranks.size):
+        ranks.begin_epoch(rank)
     assert ranks.settle()[0] is False
     for rank in range(1, ranks.size):
         ranks.offer(rank)
     ranks.settle()
-    ranks.queues[0].begin_epoch()
-    ranks.ranks[0].begin_epoch()
+    ranks.begin_epoch(0)
     ranks.offer(0)
     assert ranks.settle() == [True] * ranks.size
 
@@ -167,23 +243,26 @@ def test_an_offer_that_spans_an_epoch_is_numbered_again() -> None:
 def test_a_peer_that_leaves_ends_the_wait(ranks: Ranks) -> None:
     ranks.offer(0)
     ranks.ranks[0].stop()
-    assert ranks.ranks[0].answer is False
+    assert ranks.answer(0) is False
     assert not ranks.offer(0)
 
 
-def test_an_offer_that_was_given_up_before_it_was_sent_is_passed(ranks: Ranks) -> None:
+@pytest.mark.parametrize("size", [2, 3])
+def test_an_offer_that_was_given_up_before_it_was_sent_is_passed(size: int) -> None:
+    ranks = RanksApart(size)
     ranks.offer(0)
     for peer in range(1, ranks.size):
         ranks.wires[0, peer, True].clear()
         ranks.offer(peer)
-    ranks.ranks[0].abandon(sent=False)
+    agreement: Any = ranks.ranks[0]
+    agreement.abandon(sent=False)
     assert ranks.settle()[1:] == [False] * (ranks.size - 1)
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_those_that_have_offered_decide_alike_whatever_comes_first(seed: int) -> None:
+def test_those_that_have_offered_decide_alike_whatever_comes_first(seed: int, way: type[Ranks]) -> None:
     order = random.Random(seed)
-    ranks = Ranks(order.choice([2, 3, 4]))
+    ranks = way(order.choice([2, 3, 4]))
     for _ in range(30):
         offered, answers = [], []
         members = order.sample(range(ranks.size), ranks.size)
@@ -195,11 +274,25 @@ def test_those_that_have_offered_decide_alike_whatever_comes_first(seed: int) ->
             elif ranks.offer(rank, KIND if order.random() < 0.95 else OTHER):
                 offered.append(rank)
             if offered and order.random() < 0.1:
-                ranks.ranks[offered[0]].hurry()
+                ranks.hurry(offered[0])
         while ranks.deliver(order):
             pass
-        answers = [ranks.ranks[rank].answer for rank in offered]
+        answers = [ranks.answer(rank) for rank in offered]
         assert None not in answers
         assert len(set(answers)) <= 1
         assert len(offered) == ranks.size or True not in answers
         assert len({queue.entered for queue in ranks.queues}) == 1
+
+
+def test_who_has_joined_passes_until_all_have_and_offers_again_after_that(ranks: Ranks) -> None:
+    ranks.ranks[0].set_away(True)
+    for joined in (False, True):
+        for rank in range(1, ranks.size):
+            ranks.offer(rank)
+        assert ranks.settle()[1:] == [False] * (ranks.size - 1)
+        for rank in range(ranks.size):
+            ranks.begin_epoch(rank, joined=joined)
+    ranks.ranks[0].set_away(False)
+    for rank in range(ranks.size):
+        assert ranks.offer(rank)
+    assert ranks.settle() == [True] * ranks.size

@@ -123,7 +123,7 @@ class Caller:
             # A set of all ranks would be the global one.
             members = self.hvd.add_process_set([0] if self.size == 2 else [0, self.size - 1])
             if members.included():
-                thread = system.Thread(target=lambda: self.reduce_beside(members, session.beside, found))
+                thread = system.Thread(target=lambda: self.reduce_beside(members, session.beside, found), name="beside")
                 thread.start()
         for number, call in enumerate(session.calls):
             for _ in range(call.times if not call.end else 1):
@@ -312,7 +312,10 @@ class Threads:
                 errors.append(error)
                 raise
 
-        others = [system.Thread(target=make, args=(each,)) for each in sorted({*self.threads[rank]} - {0})]
+        others = [
+            system.Thread(target=make, args=(each,), name=f"thread {each}")
+            for each in sorted({*self.threads[rank]} - {0})
+        ]
         for each in others:
             each.start()
         make(0)

@@ -149,7 +149,7 @@ class Training:
                 mine = torch.full((each * 700 + 1,), float(rank))
                 found.append(hvd.allreduce(mine, name=f"beside {number} {each}", op=hvd.Sum, process_set=members))
 
-        thread = system.Thread(target=reduce)
+        thread = system.Thread(target=reduce, name="beside")
         thread.start()
         yield
         thread.join()
