@@ -17,8 +17,9 @@ from hvlike.backends.shared_memory.board import FINISHED, RING
 from hvlike.backends.shared_memory.in_place_shm import AS_SHARED, InlineReduction
 from hvlike.collectives.controller.controller import Controller
 from hvlike.collectives.controller.inline_agreement import BoardAgreement
-from hvlike.collectives.controller.inline_calls import INLINE, KIND, MOST_KNOWN, InlineCalls
+from hvlike.collectives.controller.inline_calls import INLINE, KIND, MOST_KNOWN, InlineCalls, code_of
 from hvlike.collectives.requests.reduction import Average
+from hvlike.collectives.requests.request import RequestSpec, first_tensor
 from hvlike.observe.recorder import Recorder
 from hvlike.system.system import system
 from hvlike.transport.memory.dtypes import bytes_at
@@ -29,6 +30,7 @@ _COMPLEX = (torch.complex64, torch.complex128)
 
 class _Plan(NamedTuple):
     number: int  # The same on all ranks for the same kind
+    spec: RequestSpec
     arithmetic: Arithmetic
     copies: list[list[Piece]] | None  # Of small tensors, for each place on the board, in the order of the ranks
     at_once: InlineReduction | None
@@ -113,6 +115,9 @@ class InlineAllreduce(InlineCalls[_Plan]):
             if not agreed and not self._wait(index, key[1], interrupt):
                 if at_once is not None:
                     at_once.forget()
+                if self._interrupt is not None:
+                    self._controller.submit(piece.plan.spec, key[1], [tensor], first_tensor, counted=True)
+                    raise self._interrupt
                 return key[1]
             self._sparing = 0
             self.served += 1
@@ -132,10 +137,11 @@ class InlineAllreduce(InlineCalls[_Plan]):
                 self._busy, self._interrupt = False, None
         return True
 
-    def _plan(self, arithmetic: Arithmetic, elements: int, number: int) -> _Plan:
+    def _plan(self, arithmetic: Arithmetic, elements: int, spec: RequestSpec) -> _Plan:
+        number = code_of(repr(spec))
         small = self._inline.is_small(elements * arithmetic.itemsize)
         copies = self._inline.copies(arithmetic, elements) if small else None
-        return _Plan(number, arithmetic, copies, self._inline.at_once(arithmetic, elements, number))
+        return _Plan(number, spec, arithmetic, copies, self._inline.at_once(arithmetic, elements, number))
 
     def _piece(
         self, tensor: torch.Tensor, address: int, op: int | None, prescale: float, postscale: float
@@ -164,8 +170,8 @@ class InlineAllreduce(InlineCalls[_Plan]):
     def _wait(self, index: int, name: str, interrupt: BaseException | None) -> bool:
         """Whether all ranks do operation number `index` at once, where that was not plain at first sight.
 
-        interrupt: has come while this rank offered it. The others may count on this rank: an interrupt, before or here,
-        is raised when they have answered, and when what they agree on is done.
+        interrupt: has come while this rank offered it. The others count on this rank: an interrupt, before or here, is
+        raised once the operation is done or, as where a negotiated call is interrupted, in flight.
         """
         answer = None
         if interrupt is None:
@@ -177,8 +183,6 @@ class InlineAllreduce(InlineCalls[_Plan]):
             answer = self._hurry(index, name)
         if not answer:
             self._refused(index)
-            if interrupt is not None:
-                raise interrupt
         self._interrupt = interrupt
         return answer
 

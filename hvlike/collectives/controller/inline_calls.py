@@ -85,7 +85,7 @@ class InlineCalls(Generic[P]):
         if len(self._plans) >= MOST_KNOWN:
             self._forget()
         arithmetic = arithmetic_of(tensor.dtype, op, self._size, spec.prescale, spec.postscale)
-        self._plans[kind] = self._plan(arithmetic, tensor.numel(), code_of(repr(spec)))
+        self._plans[kind] = self._plan(arithmetic, tensor.numel(), spec)
 
     def set_away(self, away: bool) -> None:
         """This rank has joined, or all have. Waits for an attempt of another thread."""
@@ -95,8 +95,8 @@ class InlineCalls(Generic[P]):
             system.sleep(_AWAY_SECONDS)
         self._agreement.set_away(away)
 
-    def _plan(self, arithmetic: Arithmetic, elements: int, number: int) -> P:
-        """number: of the kind, the same on all ranks."""
+    def _plan(self, arithmetic: Arithmetic, elements: int, spec: RequestSpec) -> P:
+        """spec: of calls of this kind; `code_of(repr(spec))` is the same on all ranks."""
         raise NotImplementedError
 
     def _forget(self) -> None:

@@ -22,8 +22,9 @@ from hvlike.backends.network.progress import has_ended
 from hvlike.backends.op_queue import OpQueue
 from hvlike.collectives.controller.controller import Controller
 from hvlike.collectives.controller.inline_agreement import MessageAgreement, Offer
-from hvlike.collectives.controller.inline_calls import INLINE, KIND, MOST_KNOWN, InlineCalls
+from hvlike.collectives.controller.inline_calls import INLINE, KIND, MOST_KNOWN, InlineCalls, code_of
 from hvlike.collectives.requests.reduction import Average
+from hvlike.collectives.requests.request import RequestSpec
 from hvlike.errors import HorovodInternalError
 from hvlike.system.system import system
 from hvlike.transport.fabric import Fabric
@@ -135,9 +136,10 @@ class InlineMessages(InlineCalls[_Plan]):
         self._loop.remove_source(self._offers.progress, self._offers.is_unfinished)
         self._offers.close()
 
-    def _plan(self, arithmetic: Arithmetic, elements: int, number: int) -> _Plan:
+    def _plan(self, arithmetic: Arithmetic, elements: int, spec: RequestSpec) -> _Plan:
         nbytes = elements * arithmetic.itemsize
         is_small = self._size == 2 and nbytes <= SMALL_BYTES
+        number = code_of(repr(spec))
         return _Plan(number, arithmetic, nbytes, is_small, self._size == 2 and SMALL_BYTES < nbytes <= HALVED_BYTES)
 
     def _piece(self, address: int, plan: _Plan) -> _Piece:

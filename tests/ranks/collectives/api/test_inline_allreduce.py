@@ -1,6 +1,7 @@
 """An inline allreduce gives what the ordinary way gives; whatever is not alike on all ranks takes that."""
 
 import os
+import signal
 import subprocess
 import threading
 import time
@@ -103,6 +104,38 @@ def test_a_late_rank_takes_part_on_the_ordinary_way(hvd, inline, count):
         if late and hvd.rank() == hvd.size() - 1:
             time.sleep(0.2)
         assert hvd.allreduce_(torch.ones(count), op=hvd.Sum, name="late").eq(hvd.size()).all()
+
+
+@pytest.mark.parametrize("shape", [SMALL, LARGE], ids=["small", "large"])
+def test_what_is_interrupted_while_it_waits_has_been_asked_for(hvd, inline, shape):
+    """As where a negotiated call is interrupted: the others get their results."""
+    if hvd.local_size() == 1:
+        pytest.skip("an offer that was sent to other nodes stands")
+
+    def interrupt(number, frame):
+        raise KeyboardInterrupt
+
+    for _ in range(2):
+        # A kind of calls is known once it was negotiated.
+        hvd.allreduce_(torch.ones(shape), op=hvd.Sum, name="known")
+    hvd.barrier()
+    tensor = torch.full(shape, float(hvd.rank()))
+    if hvd.rank() == 0:
+        before = signal.signal(signal.SIGALRM, interrupt)
+        try:
+            signal.setitimer(signal.ITIMER_REAL, 0.01)
+            with pytest.raises(KeyboardInterrupt):
+                hvd.allreduce_(tensor, op=hvd.Sum, name="interrupted")
+        finally:
+            signal.signal(signal.SIGALRM, before)
+    else:
+        time.sleep(0.3)
+        hvd.allreduce_(tensor, op=hvd.Sum, name="interrupted")
+    # Operations are done in the order in which they are agreed on.
+    hvd.synchronize(hvd.allreduce_async(torch.ones(1), name="after it"))
+    same(tensor, torch.full(shape, float(sum(range(hvd.size())))))
+    for _ in range(CALLS):
+        assert hvd.allreduce_(torch.ones(FEW), op=hvd.Sum).tolist() == [float(hvd.size())] * FEW
 
 
 def test_a_rank_that_is_held_up_is_no_deadlock(hvd, inline):
