@@ -80,8 +80,8 @@ class Executor:
             if request.job is not None:
                 request.outputs.append(response.extra)
                 job = request.job(response.extra)
-            alone = len(batch) == len(request.tensors) == 1 and spec.device == "cpu" and not recording
-            if kind == "allreduce" and alone:
+            alone = len(batch) == len(request.tensors) == 1 and not recording
+            if kind == "allreduce" and alone and spec.device not in KINDS:
                 job = self._plain.job(request.tensors[0], reduction_of_spec(spec))
             if job is None:
                 job = partial(JOBS[kind], self.site, batch)
