@@ -315,6 +315,7 @@ PLANTS = [
         (BOARD, "            self.following = -1\n", ""),
         kinds=("inline", "calls"),
     ),
+    # No job has found these yet.
     plant(
         "who passes an operation does not tell those that wait for it",
         (
@@ -329,7 +330,6 @@ PLANTS = [
         (AGREEMENT, "self._queue.next_epoch if self._away else self._queue.entered", "self._queue.entered"),
         kinds=("join",),
     ),
-    # No job has found these yet.
     plant(
         "who has heard that the session of RPC is over takes who has left for vanished",
         (
