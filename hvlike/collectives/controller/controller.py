@@ -181,9 +181,11 @@ class Controller:
 
         stop: ends it, in the loop, where no rank can go on. place, detail: for reports. certain: see `wait`.
         """
+        key = (STEP, name)
+        self.tensor_queue.notice(key, place)
         ended = self.positions.wait_begins(name, number, place, detail, stop)
         try:
-            self.wait((STEP, name), done, None, certain=certain)
+            self.wait(key, done, None, certain=certain)
         finally:
             ended()
 

@@ -78,8 +78,9 @@ class PlanProxy(JoinedProxy):
             self._schedule.start(number, tensors, active=0, wake=False) for number, tensors in enumerate(self._tensors)
         ]
         # The last one counts, so the host always has a part in it. It has the error of those before.
-        if started[-1] is not None:
-            started[-1].then(self._ended)
+        last = started[-1]
+        assert last is not None
+        last.then(self._ended)
 
     def _ended(self, last: Operation) -> None:
         if last.error is None and self._schedule.incomplete and not self.finished:
