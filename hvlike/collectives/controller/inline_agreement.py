@@ -111,7 +111,7 @@ class BoardAgreement(Agreement):
             self._pass(_NEVER)
 
     def _pass(self, count: int) -> None:
-        self._passed = count
+        self._passed = max(self._passed, count)
         if self._board is not None:
             self._board.passed(count)
             for bell in self._bells:

@@ -284,6 +284,16 @@ def test_those_that_have_offered_decide_alike_whatever_comes_first(seed: int, wa
         assert len({queue.entered for queue in ranks.queues}) == 1
 
 
+def test_what_was_passed_before_the_board_is_open_stays_passed() -> None:
+    ranks = RanksOfANode(2)
+    late = BoardAgreement(ranks.queues[0], [1], ranks.sending(0))
+    for index in (5, 2):
+        late.hear(1, "hurry", index)
+    late.open(ranks.boards[0], [])
+    assert not ranks.boards[0].is_free(5)
+    assert ranks.boards[0].is_free(6)
+
+
 def test_who_has_joined_passes_until_all_have_and_offers_again_after_that(ranks: Ranks) -> None:
     ranks.ranks[0].set_away(True)
     for joined in (False, True):
