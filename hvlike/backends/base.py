@@ -27,12 +27,12 @@ def active_ranks(count: int) -> int:
 class PreparedReduction(Protocol):
     """Reduces tensors of the same lengths each time. All ranks prepare and run the same, in the same order."""
 
-    def run(self, addresses: list[int], active: int = 1, tensors: Sequence[torch.Tensor] = ()) -> Coroutine[int]:
-        """Reduce the tensors that begin at these addresses of host memory, in place; returns the sum of all `active`.
+    def run(self, addresses: list[int], active: int | None, tensors: Sequence[torch.Tensor]) -> Coroutine[int]:
+        """Reduce tensors in place; returns the sum of all `active`.
 
-        The tensors are dense and of the dtype of the reduction; the caller holds them. active: 1 where this rank has
-        tensors of its own, or 1 + INCOMPLETE, and 0 where it has zeros, as it has joined. tensors: these; they live on
-        if a rank gives up while they may still be written to.
+        tensors: dense, of the dtype of the reduction, where the backend has its tensors. They live on if a rank gives
+        up while they may still be written to. addresses: where they begin. active: 1 where this rank has tensors of
+        its own, or 1 + INCOMPLETE, and 0 where it has zeros, as it has joined. None: no rank asks for the sum.
         Raises: MismatchError where a peer is at other work; HorovodInternalError where a peer has given up.
         """
 
@@ -45,8 +45,8 @@ class Backend(Protocol):
     def allreduce(self, tensors: Sequence[torch.Tensor], arithmetic: Arithmetic) -> Coroutine[None]:
         """Reduce in place; the same lengths on every rank; bitwise the same result everywhere."""
 
-    def prepare(self, lengths: Sequence[int], arithmetic: Arithmetic) -> PreparedReduction | None:
-        """What reduces tensors of these lengths, none 0, where they are; the same on every rank. None: no such way."""
+    def prepare(self, lengths: Sequence[int], arithmetic: Arithmetic) -> PreparedReduction:
+        """What reduces tensors of these lengths, none 0, where they are; the same on every rank."""
 
     def reduce_scatter(
         self, tensors: Sequence[torch.Tensor], owners: Sequence[int], arithmetic: Arithmetic
@@ -68,18 +68,29 @@ class Backend(Protocol):
         """Give back what the backend holds."""
 
 
+class SoloReduction:
+    """A PreparedReduction of one rank."""
+
+    def __init__(self, arithmetic: Arithmetic) -> None:
+        self._arithmetic = arithmetic
+
+    def run(self, addresses: list[int], active: int | None, tensors: Sequence[torch.Tensor]) -> Coroutine[int]:
+        for tensor in tensors:
+            self._arithmetic.combine(self._arithmetic.view(flat_of(tensor)), [])
+        yield from ()
+        return active or 0
+
+
 class SoloBackend:
     """A group of one rank: only the factors are left to apply."""
 
     name = "SOLO"
 
-    def prepare(self, lengths: Sequence[int], arithmetic: Arithmetic) -> None:
-        """There is nothing to prepare."""
+    def prepare(self, lengths: Sequence[int], arithmetic: Arithmetic) -> PreparedReduction:
+        return SoloReduction(arithmetic)
 
     def allreduce(self, tensors: Sequence[torch.Tensor], arithmetic: Arithmetic) -> Coroutine[None]:
-        for tensor in tensors:
-            arithmetic.combine(arithmetic.view(tensor), [])
-        yield from ()
+        yield from SoloReduction(arithmetic).run([], None, tensors)
 
     def reduce_scatter(
         self, tensors: Sequence[torch.Tensor], owners: Sequence[int], arithmetic: Arithmetic
@@ -142,6 +153,21 @@ class TracedBackend:
     def count_active(self, active: int) -> Coroutine[int]:
         with self.phase("COUNT_ACTIVE_RANKS", 0):
             return (yield from self.backend.count_active(active))
+
+
+def ordinary(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory as a tensor without gradient that any thread may write, in the caller's inference mode or not."""
+    source = tensor.detach()
+    if not source.is_inference():
+        return source
+    with torch.inference_mode(False):
+        place = torch.empty(0, dtype=source.dtype, device=source.device)
+        return place.set_(source.untyped_storage(), source.storage_offset(), source.shape, source.stride())
+
+
+def flat_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The elements of a dense tensor, in their order in memory."""
+    return ordinary(tensor).as_strided((tensor.numel(),), (1,))
 
 
 _NOTHING: AbstractContextManager[None] = nullcontext()

@@ -8,12 +8,12 @@ The shared backend needs no buffer for tensors of the dtype of the reduction: it
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
 from hvlike.backends.arithmetic.arithmetic import Arithmetic
-from hvlike.backends.base import Backend, PreparedReduction, phase
+from hvlike.backends.base import Backend, PreparedReduction, flat_of, phase
 from hvlike.transport.loop.coroutine import Coroutine
 
 SMALL_BYTES = 64 * 1024
@@ -21,6 +21,8 @@ SMALL_BYTES = 64 * 1024
 SMALL_ON_DEVICE = 4 << 20  # On a GPU, where a copy costs less than one more call. Not measured yet.
 
 _HOST = torch.device("cpu")
+
+Reduce = Callable[[Sequence[torch.Tensor], Arithmetic], Coroutine[None]]
 
 
 def small_ones(lengths: Sequence[int], itemsize: int, most: int = SMALL_BYTES) -> list[int]:
@@ -67,7 +69,7 @@ class CastReduction:
         self._buffer = buffer
         self._views = views
 
-    def run(self, addresses: list[int], active: int = 1, tensors: Sequence[torch.Tensor] = ()) -> Coroutine[int]:
+    def run(self, addresses: list[int], active: int | None, tensors: Sequence[torch.Tensor]) -> Coroutine[int]:
         self._views.tensors = list(tensors)
         # In inference mode any tensor may be written: one that requires a gradient, one that was made in it.
         with torch.inference_mode():
@@ -80,7 +82,9 @@ class CastReduction:
 
 
 class FusionBuffer:
-    def __init__(self) -> None:
+    def __init__(self, most: int = SMALL_BYTES) -> None:
+        """most: tensors of fewer bytes are packed."""
+        self._most = most
         self._fits: tuple[tuple[int, ...], torch.dtype, torch.device] | None = None
         self._small: list[int] = []
         self._large: list[int] = []
@@ -88,25 +92,31 @@ class FusionBuffer:
         self._views = FusedViews(self._buffer, [], [])
 
     def allreduce(self, backend: Backend, flats: Sequence[torch.Tensor], arithmetic: Arithmetic) -> Coroutine[None]:
+        return self.reduce(backend, backend.allreduce, flats, arithmetic)
+
+    def reduce(
+        self, backend: Backend, reduce: Reduce, flats: Sequence[torch.Tensor], arithmetic: Arithmetic
+    ) -> Coroutine[None]:
+        """Reduce flat tensors by `reduce`. backend: shows what takes time in the timeline."""
         lengths = tuple(map(len, flats))
         wanted = (lengths, arithmetic.dtype, flats[0].device if flats else _HOST)
         if wanted != self._fits:
             self._fit(*wanted)
             self._fits = wanted
         if not self._small:
-            yield from backend.allreduce(flats, arithmetic)
+            yield from reduce(flats, arithmetic)
             return
         views = self._views
         views.tensors = [flats[index] for index in self._small]
         with phase(backend, "MEMCPY_IN_FUSION_BUFFER", views.tensors):
             views.gather()
-        yield from backend.allreduce([self._buffer, *(flats[index] for index in self._large)], arithmetic)
+        yield from reduce([self._buffer, *(flats[index] for index in self._large)], arithmetic)
         with phase(backend, "MEMCPY_OUT_FUSION_BUFFER", views.tensors):
             views.scatter()
         views.tensors = []
 
     def _fit(self, lengths: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
-        self._small = small_ones(lengths, dtype.itemsize)
+        self._small = small_ones(lengths, dtype.itemsize, self._most)
         packed = set(self._small)
         self._large = [index for index in range(len(lengths)) if index not in packed]
         shapes = [(lengths[index],) for index in self._small]
@@ -114,3 +124,20 @@ class FusionBuffer:
         with torch.inference_mode(False):
             self._buffer = torch.empty(sum(length for (length,) in shapes), dtype=dtype, device=device)
             self._views = FusedViews(self._buffer, shapes, [(1,)] * len(shapes))
+
+
+class PackedReduction:
+    """A PreparedReduction by what a backend does with any tensors: the small ones go through a buffer."""
+
+    def __init__(self, backend: Backend, reduce: Reduce, arithmetic: Arithmetic, most: int = SMALL_BYTES) -> None:
+        """backend: counts. reduce: what reduces flat tensors on it."""
+        self._backend = backend
+        self._reduce = reduce
+        self._arithmetic = arithmetic
+        self._packer = FusionBuffer(most)
+
+    def run(self, addresses: list[int], active: int | None, tensors: Sequence[torch.Tensor]) -> Coroutine[int]:
+        # First, so that a rank that fails in its work has been counted: the others end their step.
+        count = 0 if active is None else (yield from self._backend.count_active(active))
+        yield from self._packer.reduce(self._backend, self._reduce, list(map(flat_of, tensors)), self._arithmetic)
+        return count

@@ -28,8 +28,9 @@ from typing import Any, TypeVar
 import torch
 
 from hvlike.backends.arithmetic.arithmetic import Arithmetic
-from hvlike.backends.base import Backend, TracedBackend
+from hvlike.backends.base import Backend, PreparedReduction, TracedBackend
 from hvlike.backends.cuda.runtime import DeviceRuntime, Event, Stream
+from hvlike.backends.fusion_buffer import SMALL_ON_DEVICE, PackedReduction
 from hvlike.backends.network.partition import Message, Run, message_length, messages
 from hvlike.backends.op_queue import Job, OpQueue
 from hvlike.errors import HorovodInternalError
@@ -72,8 +73,8 @@ class DeviceBackend:
         self._down = runtime.common_stream(device, "down")
         self._up = runtime.common_stream(device, "up")
 
-    def prepare(self, lengths: Sequence[int], arithmetic: Arithmetic) -> None:
-        """Not the way of this one."""
+    def prepare(self, lengths: Sequence[int], arithmetic: Arithmetic) -> PreparedReduction:
+        return PackedReduction(self, self.allreduce, arithmetic, SMALL_ON_DEVICE)
 
     # -- the way in and out ---------------------------------------------------------------------
 

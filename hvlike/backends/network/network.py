@@ -51,8 +51,9 @@ class PreparedNetworkReduction:
         self._network = network
         self._reduction = reduction
 
-    def run(self, addresses: list[int], active: int = 1, tensors: Sequence[torch.Tensor] = ()) -> Coroutine[int]:
-        return self._network.keep(self._reduction.run(addresses, active), self._reduction.requests, tensors)
+    def run(self, addresses: list[int], active: int | None, tensors: Sequence[torch.Tensor]) -> Coroutine[int]:
+        said = 1 if active is None else active
+        return self._network.keep(self._reduction.run(addresses, said), self._reduction.requests, tensors)
 
 
 class Network:
@@ -84,7 +85,7 @@ class Network:
                 arithmetic.combine(arithmetic.view(tensor), [])
         elif tensors:
             prepared = self.prepare(list(map(len, tensors)), arithmetic)
-            yield from prepared.run(list(map(arithmetic.address, tensors)), True, tensors)
+            yield from prepared.run(list(map(arithmetic.address, tensors)), None, tensors)
 
     def reduce_scatter(
         self, tensors: Sequence[torch.Tensor], owners: Sequence[int], arithmetic: Arithmetic
@@ -96,7 +97,7 @@ class Network:
             lengths = list(map(len, tensors))
             key = (*lengths, *owners, "scatter", arithmetic.dtype, arithmetic.op, arithmetic.factors)
             prepared = self._known(key, lambda: self._pairwise(lengths, owners, arithmetic))
-            yield from prepared.run(list(map(arithmetic.address, tensors)), True, tensors)
+            yield from prepared.run(list(map(arithmetic.address, tensors)), None, tensors)
 
     def _known(self, key: object, make: Callable[[], NetworkReduction]) -> PreparedNetworkReduction:
         prepared = self._prepared.get(key)

@@ -77,7 +77,7 @@ class PreparedReduction:
         self._cma = cma
         self._staged = None if cma is not None else make_staged(lengths, arithmetic)
 
-    def run(self, addresses: list[int], active: int = 1, tensors: Sequence[torch.Tensor] = ()) -> Coroutine[int]:
+    def run(self, addresses: list[int], active: int | None, tensors: Sequence[torch.Tensor]) -> Coroutine[int]:
         """See PreparedReduction (backends/base.py)."""
         sync, word, places = self._sync, 0, None
         region = sync.region
@@ -86,7 +86,7 @@ class PreparedReduction:
             word = place_word(places)
         if self._cma is not None:
             self._cma.post(addresses)
-        number = sync.begin(self._stamp, word, active=active)
+        number = sync.begin(self._stamp, word, active=1 if active is None else active)
         if places or self._staged is None:
             work = self._together(addresses, number, places or {}, tensors)
         else:
@@ -173,7 +173,7 @@ class SharedBackend:
         prepared = self._prepared.get(key)
         if prepared is None:
             prepared = _keep(self._prepared, key, self.prepare(lengths, arithmetic))
-        yield from prepared.run(list(map(arithmetic.address, tensors)), True, tensors)
+        yield from prepared.run(list(map(arithmetic.address, tensors)), None, tensors)
 
     def by_leader(self, lengths: Sequence[int], arithmetic: Arithmetic, flat: FlatBuffer) -> NodeReduction:
         """What reduces tensors of these lengths on this node and, through its first rank, on others."""

@@ -16,14 +16,7 @@ from hvlike.backends.arithmetic.arithmetic import Arithmetic
 from hvlike.backends.arithmetic.reduce_op import ReduceOp, op_name
 from hvlike.backends.base import Backend, PreparedReduction, phase
 from hvlike.backends.cuda.device_backend import home_of, in_host_memory
-from hvlike.backends.fusion_buffer import (
-    SMALL_BYTES,
-    SMALL_ON_DEVICE,
-    CastReduction,
-    FusedViews,
-    FusionBuffer,
-    small_ones,
-)
+from hvlike.backends.fusion_buffer import CastReduction, FusedViews, FusionBuffer
 from hvlike.backends.op_queue import Job
 from hvlike.collectives.compression import (
     CastCompressor,
@@ -52,6 +45,7 @@ _shape: Callable[[torch.Tensor], torch.Size] = attrgetter("shape")
 _dtype: Callable[[torch.Tensor], torch.dtype] = attrgetter("dtype")
 _nbytes: Callable[[torch.Tensor], int] = attrgetter("nbytes")
 _layout: Callable[[torch.Tensor], torch.layout] = attrgetter("layout")
+_device: Callable[[torch.Tensor], torch.device] = attrgetter("device")
 _on_host: Callable[[torch.Tensor], bool] = attrgetter("is_cpu")
 _by_rows, _stride, _address = torch.Tensor.is_contiguous, torch.Tensor.stride, torch.Tensor.data_ptr
 _is_negative, _is_conjugate = torch.Tensor.is_neg, torch.Tensor.is_conj
@@ -60,8 +54,8 @@ _is_negative, _is_conjugate = torch.Tensor.is_neg, torch.Tensor.is_conj
 class BucketPacker:
     """Reduces one list of tensors over and over, all in one dtype. Used in the loop.
 
-    Memory: none where the backend reduces the tensors where they lie. Elsewhere a buffer for the small ones, and a copy
-    of each tensor that cannot be reduced in place (another dtype or order of elements than agreed).
+    Memory: a copy of each tensor that cannot be reduced in place (another dtype or order of elements than agreed), and
+    what the backend has prepared.
     """
 
     def __init__(
@@ -84,60 +78,52 @@ class BucketPacker:
         self._pick_rows = self._pick_ordered = pick([])
         self._orders: list[Strides] = []
         self._sizes: list[int] = []
+        self._home: torch.device | None = None
         self._shapes: list[torch.Size] | None = None
         self._strides: list[Strides] = []
-        self._large: list[int] = []
-        self._pick_small: Callable[[Sequence[Any]], tuple[Any, ...]] = pick([])
-        self._bundle: FusedViews | None = None
-        self._buffer = torch.empty(0, device="cpu")
+        self._filled: list[int] = []
 
     @property
     def prepared(self) -> PreparedReduction | None:
-        """What reduces the tensors where they lie, none of them empty; None where another way is taken."""
-        return self._reduction if len(self._large) == len(self._sizes) else None
+        """What reduces the tensors where they lie; None before the first run, and where some have no element."""
+        return self._reduction if len(self._filled) == len(self._sizes) else None
 
     def prepare(self, backend: Backend, tensors: Sequence[torch.Tensor]) -> bool:
-        """Decide how tensors of these shapes are reduced; True where they are reduced where they lie."""
+        """Decide how tensors of these shapes are reduced; False where there is not a single element."""
         shapes = list(map(_shape, tensors))
         if shapes != self._shapes:
             self._lay_out(shapes, backend)
         return self._reduction is not None
 
-    def allreduce(self, backend: Backend, tensors: Sequence[torch.Tensor], *, active: int) -> Coroutine[int]:
+    def allreduce(self, backend: Backend, tensors: Sequence[torch.Tensor], *, active: int | None) -> Coroutine[int]:
         """Reduce dense tensors in place; the same shapes, and the same backend every time, on every rank.
 
-        Returns the sum of all `active`, where `prepare` has returned True; else 0.
+        Returns the sum of all `active` (PreparedReduction.run), where `prepare` has returned True; else 0.
         """
         self.prepare(backend, tensors)
-        if self._reduction is not None and self.fits(tensors):
-            filled = tensors if len(self._large) == len(tensors) else [tensors[index] for index in self._large]
-            return (yield from self._in_memory(backend, self._reduction, filled, active))
+        reduction = self._reduction
+        if reduction is None:
+            return 0
+        if self.fits(tensors):
+            filled = tensors if len(self._filled) == len(tensors) else [tensors[index] for index in self._filled]
+            return (yield from self._in_memory(backend, reduction, filled, active))
         if self._exact:
             self._check_dtypes(tensors)
-        dtype, home, count = self._arithmetic.dtype, home_of(backend), 0
-        operands = [Operand(tensors[index], self._strides[index], dtype, home) for index in self._large]
-        flats = [operand.flat for operand in operands]
-        if self._reduction is not None:
-            dense = [operand.work for operand in operands]
-            count = yield from self._in_memory(backend, self._reduction, dense, active)
-        elif self._bundle is None:
-            yield from backend.allreduce(flats, self._arithmetic)
-        else:
-            self._bundle.tensors = list(self._pick_small(tensors))
-            yield from self._through_buffer(backend, self._bundle, flats)
-            self._bundle.tensors = []
+        dtype, home = self._arithmetic.dtype, self._home
+        operands = [Operand(tensors[index], self._strides[index], dtype, home) for index in self._filled]
+        count = yield from self._in_memory(backend, reduction, [operand.work for operand in operands], active)
         for operand in operands:
             operand.write_back()
         return count
 
     def fits(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Whether all lie in host memory as agreed. Asked in every step: no Python for each tensor."""
-        arithmetic = self._arithmetic
+        """Whether all lie where the backend has its tensors, as agreed. Asked in every step: no Python for each."""
+        arithmetic, home = self._arithmetic, self._home
         return (
             all(map(is_, map(_layout, tensors), repeat(torch.strided)))
             and all(map(is_, map(_dtype, tensors), self._dtypes))
             and list(map(_nbytes, tensors)) == self._sizes
-            and all(map(_on_host, tensors))
+            and (all(map(_on_host, tensors)) if home is None else list(map(_device, tensors)) == [home] * len(tensors))
             and all(map(_by_rows, self._pick_rows(tensors)))
             and list(map(_stride, self._pick_ordered(tensors))) == self._orders
             and not any(map(_is_negative, tensors))
@@ -154,22 +140,13 @@ class BucketPacker:
                 )
 
     def _in_memory(
-        self, backend: Backend, reduction: PreparedReduction, tensors: Sequence[torch.Tensor], active: int
+        self, backend: Backend, reduction: PreparedReduction, tensors: Sequence[torch.Tensor], active: int | None
     ) -> Coroutine[int]:
-        with phase(backend, "IN_MEMORY_ALLREDUCE", tensors):
+        with phase(backend, f"{backend.name}_ALLREDUCE", tensors):
             return (yield from reduction.run(list(map(_address, tensors)), active, tensors))
 
-    def _through_buffer(self, backend: Backend, bundle: FusedViews, flats: Sequence[torch.Tensor]) -> Coroutine[None]:
-        # In inference mode any tensor may be written: one that requires a gradient, one that was made in it.
-        with phase(backend, "MEMCPY_IN_FUSION_BUFFER", bundle.tensors), torch.inference_mode():
-            bundle.gather()
-        yield from backend.allreduce([self._buffer, *flats], self._arithmetic)
-        with phase(backend, "MEMCPY_OUT_FUSION_BUFFER", bundle.tensors), torch.inference_mode():
-            bundle.scatter()
-
     def _lay_out(self, shapes: list[torch.Size], backend: Backend) -> None:
-        self._shapes = shapes
-        home = home_of(backend)
+        self._shapes, self._home = shapes, home_of(backend)
         # A parameter may have got another shape since its order was agreed on.
         self._strides = [
             strides if strides and len(shape) == len(strides) and is_dense(shape, strides) else None
@@ -180,23 +157,12 @@ class BucketPacker:
         self._pick_ordered = pick(ordered)
         self._orders = [self._strides[index] for index in ordered]
         lengths = [shape.numel() for shape in shapes]
-        itemsize = self._arithmetic.itemsize
         self._sizes = [length * dtype.itemsize for length, dtype in zip(lengths, self._dtypes, strict=True)]
+        self._filled = [index for index, length in enumerate(lengths) if length]
         self._reduction = self._prepare(lengths, backend)
-        small: list[int] = []
-        if self._reduction is None:
-            small = small_ones(lengths, itemsize, SMALL_BYTES if home is None else SMALL_ON_DEVICE)
-        self._large = [index for index, length in enumerate(lengths) if length and index not in set(small)]
-        self._pick_small = pick(small)
-        # Kept for steps in other threads, which may not be in the inference mode of this one.
-        with torch.inference_mode(False):
-            total = sum(lengths[index] for index in small)
-            self._buffer = torch.empty(total, dtype=self._arithmetic.dtype, device=home or "cpu")
-            strides = [self._strides[index] or row_by_row(shapes[index]) for index in small]
-            self._bundle = FusedViews(self._buffer, [shapes[index] for index in small], strides) if small else None
 
     def _prepare(self, lengths: Sequence[int], backend: Backend) -> PreparedReduction | None:
-        filled = [index for index, length in enumerate(lengths) if length]
+        filled = self._filled
         if not filled:
             return None
         if not self._casts:
@@ -204,12 +170,10 @@ class BucketPacker:
         assert self._shapes is not None
         total = sum(lengths)
         prepared = backend.prepare([total], self._arithmetic)
-        if prepared is None:
-            return None
         shapes = [self._shapes[index] for index in filled]
         strides = [self._strides[index] or row_by_row(self._shapes[index]) for index in filled]
         with torch.inference_mode(False):
-            buffer = torch.empty(total, dtype=self._arithmetic.dtype, device="cpu")
+            buffer = torch.empty(total, dtype=self._arithmetic.dtype, device=self._home or "cpu")
             return CastReduction(prepared, buffer, FusedViews(buffer, shapes, strides))
 
 
@@ -292,7 +256,7 @@ class Bucket:
         return self._parts is not None
 
     def prepared(self) -> list[PlannedPart] | None:
-        """What reduces the tensors as they are, by dtype; None where that is not the way, or nothing has run yet."""
+        """What reduces the tensors as they are, by dtype; None for compressors and Adasum, and before the first run."""
         if self._parts is None:
             return None
         found = []
@@ -310,13 +274,14 @@ class Bucket:
         places, packer = self._parts[0]
         return packer.prepare(backend, places(tensors))
 
-    def job(self, tensors: Sequence[torch.Tensor], *, active: int) -> Job:
+    def job(self, tensors: Sequence[torch.Tensor], *, active: int | None) -> Job:
         """The job that reduces these tensors, one for each entry, in place; active: as of PreparedReduction.run."""
 
         def run(backend: Backend) -> Coroutine[None]:
             if self._parts is not None:
                 for number, (places, packer) in enumerate(self._parts):
-                    count = yield from packer.allreduce(backend, places(tensors), active=active)
+                    said = None if number else active
+                    count = yield from packer.allreduce(backend, places(tensors), active=said)
                     self.active = self.active if number else count
             elif self._settings.memory is not None:
                 originals = [tensor.detach() for tensor in tensors]

@@ -130,7 +130,8 @@ class Schedule:
         None where the host has nothing left to do.
         """
         self.queue.counters.ran(PLANNED, len(tensors), self._bytes[number])
-        job = self.buckets[number].job(tensors, active=active)
+        counts = number == len(self.buckets) - 1 and number not in self._on_device
+        job = self.buckets[number].job(tensors, active=active if counts else None)
         if number in self._on_device:
             rest = self._launch(number, job, streams)
             if rest is None and number < len(self.buckets) - 1:
@@ -149,6 +150,8 @@ class Schedule:
 
     def parts(self) -> tuple[list[PlannedPart], int] | None:
         """What reduces the buckets, in their order, and which of them counts."""
+        if self._on_device:
+            return None
         found: list[PlannedPart] = []
         counting = 0
         for bucket in self.buckets:
@@ -303,7 +306,8 @@ class CompiledStep:
         """The prepared reductions in the order of the plan, and what is left to find out if a rank lacks some."""
         schedule, active = self._schedule, 1 + INCOMPLETE * bool(missing)
         for number, (part, (tensors, addresses)) in enumerate(zip(self._parts, picked, strict=True)):
-            count = yield from part.reduction.run(addresses, active, tensors)
+            said = active if number == self._counting else None
+            count = yield from part.reduction.run(addresses, said, tensors)
             if number == self._counting:
                 # As note_count does: where the caches are cold, a call costs more than most statements.
                 schedule.active, schedule.incomplete = count % INCOMPLETE, count >= INCOMPLETE
@@ -314,8 +318,8 @@ class CompiledStep:
 def compile_step(schedule: Schedule, key: RequestKey, epoch: PlanEpoch, controller: Controller) -> CompiledStep | None:
     """Compile the step of a plan that has just run; None where it has to stay with the general path.
 
-    That is for tensors on a device, much to reduce on nodes with several ranks each, sparse tensors, compressors with a
-    memory, Adasum, a timeline that records, and a queue that is broken.
+    That is for tensors on a device, sparse or empty tensors, compressors with a memory, Adasum, a timeline that
+    records, and a queue that is broken.
     """
     queue = schedule.queue
     if not queue.drives or queue.recorder.on or queue.broken is not None or schedule.plan.sparse:

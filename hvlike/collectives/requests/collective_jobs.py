@@ -54,7 +54,7 @@ class PlainAllreduces:
         else:
             check()
             prepared = self._prepare(*kind)
-        return None if prepared is None else lambda backend: prepared.run([tensor.data_ptr()], True, [tensor])
+        return None if prepared is None else lambda backend: prepared.run([tensor.data_ptr()], None, [tensor])
 
     def _prepare(self, length: int, dtype: torch.dtype, reduction: Reduction) -> PreparedReduction | None:
         prepared, queue = None, self._queue

@@ -14,6 +14,7 @@ import torch
 
 from hvlike.backends.arithmetic.arithmetic import Arithmetic
 from hvlike.backends.arithmetic.reduce_op import AnyOp, ReduceOp, op_name, reduce_op
+from hvlike.backends.base import ordinary
 from hvlike.errors import UnsupportedOpError, UsageError, WrongTypeError
 from hvlike.transport.loop.coroutine import Coroutine
 from hvlike.transport.memory.dtypes import dtype_name
@@ -60,9 +61,7 @@ class Operand:
         home: torch.device | None = None,
     ) -> None:
         """strides: agreed, None for row by row; dtype: to reduce in; home: the backend's device, None for the host."""
-        source = tensor.detach()
-        if source.is_inference() and not source.is_conj() and not source.is_neg():
-            source = _ordinary(source)
+        source = tensor.detach() if tensor.is_conj() or tensor.is_neg() else ordinary(tensor)
         dtype = dtype or source.dtype
         as_it_is = source.is_contiguous() if strides is None else source.stride() == strides
         is_home = source.is_cpu if home is None else source.device == home
@@ -92,13 +91,6 @@ def reduce_operands(
         yield from reduce(dtype, [operand.flat for operand in operands if operand.flat.dtype is dtype])
     for operand in operands:
         operand.write_back()
-
-
-def _ordinary(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory as a tensor that may be written in any thread, in the caller's inference mode or not."""
-    with torch.inference_mode(False):
-        place = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-        return place.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
 
 
 Average = ReduceOp.AVERAGE

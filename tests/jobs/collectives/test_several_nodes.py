@@ -15,8 +15,8 @@ import os
 import sys
 from pathlib import Path
 import pytest
-from hvlike.backends import hierarchical
-hierarchical.SHARD_BYTES = 8192
+from hvlike.backends import hierarchical, waves
+waves.SHARD_BYTES = 8192
 if os.environ["WAVES"] == "yes":
     hierarchical.LEADER_BYTES = hierarchical.CROWDED_LEADER_BYTES = 0
 folder = Path("{CHECKOUT}/tests/ranks/collectives")

@@ -2,7 +2,7 @@
 
 import pytest
 
-from hvlike.backends.hierarchical import side_by_side
+from hvlike.backends.waves import side_by_side
 from hvlike.transport.loop.coroutine import Coroutine, Wait
 
 

@@ -8,6 +8,7 @@ import torch
 from hvlike.backends.arithmetic.arithmetic import Arithmetic
 from hvlike.backends.arithmetic.reduce_op import ReduceOp
 from hvlike.backends.base import PreparedReduction, SoloBackend
+from hvlike.backends.fusion_buffer import PackedReduction
 from hvlike.collectives.persistent.bucket import BucketPacker, pick
 from hvlike.transport.loop.coroutine import Coroutine
 
@@ -16,10 +17,13 @@ LARGE = 20_000
 
 
 class RecordingBackend(SoloBackend):
-    """Notes what it is asked to reduce."""
+    """Notes what it is asked to reduce; small tensors go through a buffer."""
 
     def __init__(self) -> None:
         self.seen: list[torch.Tensor] = []
+
+    def prepare(self, lengths: Sequence[int], arithmetic: Arithmetic) -> PreparedReduction:
+        return PackedReduction(self, self.allreduce, arithmetic)
 
     def allreduce(self, tensors: Sequence[torch.Tensor], arithmetic: Arithmetic) -> Coroutine[None]:
         self.seen = list(tensors)
@@ -37,20 +41,23 @@ class PreparingBackend(SoloBackend):
         self.lengths: list[list[int]] = []
         self.dtypes: set[torch.dtype] = set()
 
-    def prepare(self, lengths: Sequence[int], arithmetic: Arithmetic) -> PreparedReduction:  # type: ignore[override]
+    def prepare(self, lengths: Sequence[int], arithmetic: Arithmetic) -> PreparedReduction:
         self.lengths.append(list(lengths))
         self.dtypes.add(arithmetic.dtype)
         return self
 
-    def run(self, addresses: list[int], active: bool = True, tensors: Sequence[torch.Tensor] = ()) -> Coroutine[int]:
+    def run(self, addresses: list[int], active: int | None, tensors: Sequence[torch.Tensor]) -> Coroutine[int]:
         for tensor in tensors:
             tensor.mul_(2)
         yield from ()
         return 2
 
 
-def reduce(packer: BucketPacker, tensors: Sequence[torch.Tensor]) -> RecordingBackend:
-    backend = RecordingBackend()
+def reduce(
+    packer: BucketPacker, tensors: Sequence[torch.Tensor], backend: RecordingBackend | None = None
+) -> RecordingBackend:
+    """backend: that which the packer has had before."""
+    backend = backend or RecordingBackend()
     for _ in packer.allreduce(backend, tensors, active=True):
         pass
     return backend
@@ -78,11 +85,11 @@ LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 def test_any_layout_is_reduced_in_the_agreed_order(
     layout: str, shape: tuple[int, int], strides: tuple[int, int] | None
 ) -> None:
-    packer = BucketPacker([strides, None], doubling())
+    packer, backend = BucketPacker([strides, None], doubling()), RecordingBackend()
     for _ in range(2):
         tensor, scalar = LAYOUTS[layout](values(shape)), torch.tensor(1.5)
         before = tensor.stride()
-        backend = reduce(packer, [tensor, scalar])
+        reduce(packer, [tensor, scalar], backend)
         assert torch.equal(tensor, 2 * values(shape))
         assert scalar.item() == 3.0
         assert tensor.stride() == before
@@ -100,11 +107,11 @@ def test_large_ones_stay_in_their_memory_and_empty_ones_are_left_out() -> None:
 
 
 def test_the_buffer_stays_and_follows_changed_shapes() -> None:
-    packer = BucketPacker([None, (1, 2)], doubling())
-    first = reduce(packer, [torch.ones(5), torch.ones(2, 2)]).seen[0]
-    assert reduce(packer, [torch.ones(5), torch.ones(2, 2)]).seen[0].data_ptr() == first.data_ptr()
+    packer, backend = BucketPacker([None, (1, 2)], doubling()), RecordingBackend()
+    first = reduce(packer, [torch.ones(5), torch.ones(2, 2)], backend).seen[0]
+    assert reduce(packer, [torch.ones(5), torch.ones(2, 2)], backend).seen[0].data_ptr() == first.data_ptr()
     changed = [torch.ones(1), torch.ones(4, 6)]
-    assert reduce(packer, changed).lengths == [25]
+    assert reduce(packer, changed, backend).lengths == [25]
     assert all(torch.equal(tensor, torch.full_like(tensor, 2.0)) for tensor in changed)
 
 
