@@ -19,7 +19,7 @@ from hvlike.collectives.controller.controller import Controller
 from hvlike.collectives.controller.inline_agreement import BoardAgreement
 from hvlike.collectives.controller.inline_calls import INLINE, KIND, MOST_KNOWN, InlineCalls, code_of
 from hvlike.collectives.requests.reduction import Average
-from hvlike.collectives.requests.request import RequestSpec, first_tensor
+from hvlike.collectives.requests.request import RequestSpec
 from hvlike.observe.recorder import Recorder
 from hvlike.system.system import system
 from hvlike.transport.memory.dtypes import bytes_at
@@ -59,7 +59,6 @@ class InlineAllreduce(InlineCalls[_Plan]):
         self._board = inline.board
         self._pieces: dict[int, _Piece] = {}
         self._run = SilentErrstate().run
-        self._interrupt: BaseException | None = None  # What is to be raised once the operation under way is done
         agreement.open(inline.board, inline.others)
 
     # All in one frame: where the caches are cold, as after a backward, a call costs more than most statements.
@@ -115,10 +114,7 @@ class InlineAllreduce(InlineCalls[_Plan]):
             if not agreed and not self._wait(index, key[1], interrupt):
                 if at_once is not None:
                     at_once.forget()
-                if self._interrupt is not None:
-                    self._controller.submit(piece.plan.spec, key[1], [tensor], first_tensor, counted=True)
-                    raise self._interrupt
-                return key[1]
+                return self._refused(index, piece.plan.spec, key[1], tensor)
             self._sparing = 0
             self.served += 1
             self.bytes += piece.nbytes
@@ -170,8 +166,8 @@ class InlineAllreduce(InlineCalls[_Plan]):
     def _wait(self, index: int, name: str, interrupt: BaseException | None) -> bool:
         """Whether all ranks do operation number `index` at once, where that was not plain at first sight.
 
-        interrupt: has come while this rank offered it. The others count on this rank: an interrupt, before or here, is
-        raised once the operation is done or, as where a negotiated call is interrupted, in flight.
+        interrupt: has come while this rank offered it. It is raised, as one that comes here, once the others need not
+        wait for this rank.
         """
         answer = None
         if interrupt is None:
@@ -181,8 +177,6 @@ class InlineAllreduce(InlineCalls[_Plan]):
                 interrupt = error
         if answer is None:
             answer = self._hurry(index, name)
-        if not answer:
-            self._refused(index)
         self._interrupt = interrupt
         return answer
 

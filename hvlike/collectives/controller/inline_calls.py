@@ -19,7 +19,7 @@ from hvlike.collectives.controller.controller import Controller
 from hvlike.collectives.controller.inline_agreement import Agreement
 from hvlike.collectives.controller.tensor_queue import automatic_name
 from hvlike.collectives.requests.reduction import arithmetic_of, working_dtype
-from hvlike.collectives.requests.request import CallSite, RequestKey, RequestSpec, find_call_site
+from hvlike.collectives.requests.request import CallSite, RequestKey, RequestSpec, find_call_site, first_tensor
 from hvlike.errors import HorovodInternalError
 from hvlike.observe.recorder import Recorder
 from hvlike.system.system import of_process, system
@@ -55,6 +55,7 @@ class InlineCalls(Generic[P]):
         self._pieces: dict[Any, Any] = {}  # What is known of tensors of these kinds where they lie
         self._names: dict[str | None, Name] = {}
         self._busy = False
+        self._interrupt: BaseException | None = None  # What is to be raised once the operation under way is in order
         self._away = False
         self._sparing = 0
         self.learned: set[RequestSpec] = set()  # What `learn` need not be told again
@@ -121,10 +122,18 @@ class InlineCalls(Generic[P]):
         place = find_call_site()
         self._controller.wait_in_order(INLINE, number, done, stop, place=place, detail=name, certain=False)
 
-    def _refused(self, index: int) -> None:
-        """Not all do operation number `index` at once: fewer attempts follow."""
+    def _refused(self, index: int, spec: RequestSpec, name: str, tensor: torch.Tensor) -> str:
+        """Not all do operation number `index` at once: fewer attempts follow. Returns the name to negotiate it under.
+
+        Raises: The interrupt that has come meanwhile. The operation is in flight then, as where a negotiated call is
+        interrupted: the others count on this rank.
+        """
         self._sparing = min(MOST_SPARING, 2 * self._sparing + 1)
         self._queue.recount(index)
+        if self._interrupt is not None:
+            self._controller.submit(spec, name, [tensor], first_tensor, counted=True)
+            raise self._interrupt
+        return name
 
 
 @lru_cache(maxsize=4096)

@@ -41,6 +41,7 @@ HURRY_SECONDS = 0.05
 
 class _Plan(NamedTuple):
     number: int  # The same on all ranks for the same kind
+    spec: RequestSpec
     arithmetic: Arithmetic
     nbytes: int
     is_small: bool
@@ -114,8 +115,7 @@ class InlineMessages(InlineCalls[_Plan]):
             tensor_queue.last = (key, place, system.monotonic())
             piece = self._pieces.get((address, plan.number)) or self._piece(address, plan)
             if not self._agree(index, (index, plan.number, code, 0), plan, piece, tensor, key[1]):
-                self._refused(index)
-                return key[1]
+                return self._refused(index, plan.spec, key[1], tensor)
             self._sparing = 0
             self.served += 1
             self.bytes += plan.nbytes
@@ -123,13 +123,15 @@ class InlineMessages(InlineCalls[_Plan]):
                 self._combine(plan.arithmetic, piece.elements)
             elif not plan.is_halved:
                 self._reduce(plan.arithmetic, tensor, index, key[1])
+            if self._interrupt is not None:
+                raise self._interrupt
         finally:
             self._wanted = -1
             if agreement.answer is None:
                 agreement.abandon(sent=self._begun)
             if self._offers.leaving:
                 self._offers.keep(tensor)
-            self._busy = False
+            self._busy, self._interrupt = False, None
         return True
 
     def close(self) -> None:
@@ -140,7 +142,9 @@ class InlineMessages(InlineCalls[_Plan]):
         nbytes = elements * arithmetic.itemsize
         is_small = self._size == 2 and nbytes <= SMALL_BYTES
         number = code_of(repr(spec))
-        return _Plan(number, arithmetic, nbytes, is_small, self._size == 2 and SMALL_BYTES < nbytes <= HALVED_BYTES)
+        return _Plan(
+            number, spec, arithmetic, nbytes, is_small, self._size == 2 and SMALL_BYTES < nbytes <= HALVED_BYTES
+        )
 
     def _piece(self, address: int, plan: _Plan) -> _Piece:
         if len(self._pieces) >= MOST_KNOWN:
@@ -160,8 +164,18 @@ class InlineMessages(InlineCalls[_Plan]):
         """Send the offer and wait for the answer; where it is yes, exchange the halves of a tensor that has them."""
         agreement, loop = self._agreement, self._loop
         coroutine = self._steps(index, words, plan, piece, tensor)
-        if loop.advance(coroutine, self._op_queue.spin.network_seconds):
-            return agreement.answer
+        try:
+            if loop.advance(coroutine, self._op_queue.spin.network_seconds):
+                return agreement.answer
+        except BaseException as error:
+            if agreement.answer and plan.is_halved:
+                raise
+            # The others count on this rank: it is raised once they need not wait for it.
+            self._interrupt = error
+            if not self._begun:
+                agreement.abandon(sent=False)
+                return False
+            coroutine = self._steps(index, words, plan, piece, tensor)
         task = loop.start(coroutine, wake=False)
 
         def stop(error: HorovodInternalError) -> None:
@@ -169,7 +183,12 @@ class InlineMessages(InlineCalls[_Plan]):
             if agreement.answer:
                 loop.cancel(task, error)
 
-        if not loop.wait(lambda: task.done, HURRY_SECONDS):
+        ended = False
+        try:
+            ended = loop.wait(lambda: task.done, HURRY_SECONDS)
+        except BaseException as error:
+            self._interrupt = error
+        if not ended:
             agreement.hurry(index)
             self._await(lambda: task.done, index, name, stop)
         if task.error is not None:
@@ -183,8 +202,9 @@ class InlineMessages(InlineCalls[_Plan]):
         if self._wanted != index:
             # The caller was interrupted.
             return
-        offers.send(words, piece.sent)
-        self._begun = True
+        if not self._begun:
+            offers.send(words, piece.sent)
+            self._begun = True
         while agreement.answer is None:
             yield offers.progress()
             if self._wanted != index:
