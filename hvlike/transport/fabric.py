@@ -25,7 +25,7 @@ from hvlike.transport.world import Group, World
 
 
 class PlanEpoch:
-    """One number that grows whenever something changes that a compiled plan has decided: the guard of all plans."""
+    """One number that grows whenever something changes that a plan has decided: the guard of all plans."""
 
     __slots__ = ("value",)
 
@@ -33,7 +33,7 @@ class PlanEpoch:
         self.value = 0
 
     def advance(self) -> None:
-        """Let every compiled plan look again before its next step. Any thread."""
+        """Let every plan look closely before its next step. Any thread."""
         self.value += 1
 
 

@@ -52,7 +52,7 @@ def barrier(process_set: ProcessSet | None = None) -> None:
 def set_away(set_state: ProcessSetState, away: bool, *, inline: bool = True) -> None:
     """This thread stands in for its rank, which has no more data, or no longer so. Local.
 
-    Stops compiled steps here, what other threads of this rank begin, and with `inline` inline attempts on all ranks.
+    Steps of other threads of this rank look closely from now on; with `inline` no rank tries inline calls.
     """
     set_state.proxies.set_thread(threading.get_ident() if away else None)
     set_state.plan_epoch.advance()

@@ -1,1 +1,1 @@
-"""Buckets, and the compiled steps of plans: agreed once, they run without a message."""
+"""Buckets, and the steps of plans: agreed once, they run without a message."""

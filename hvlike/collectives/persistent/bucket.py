@@ -17,7 +17,6 @@ from hvlike.backends.arithmetic.reduce_op import ReduceOp, op_name
 from hvlike.backends.base import Backend, PreparedReduction, phase
 from hvlike.backends.cuda.device_backend import home_of, in_host_memory
 from hvlike.backends.fusion_buffer import CastReduction, FusedViews, FusionBuffer
-from hvlike.backends.op_queue import Job
 from hvlike.collectives.compression import (
     CastCompressor,
     Compression,
@@ -41,6 +40,7 @@ def pick(indices: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
 
 
 Strides = tuple[int, ...] | None
+ActiveJob = Callable[[Backend, int | None], Coroutine[int]]  # With what a rank says of itself; returns the sum of all
 _shape: Callable[[torch.Tensor], torch.Size] = attrgetter("shape")
 _dtype: Callable[[torch.Tensor], torch.dtype] = attrgetter("dtype")
 _nbytes: Callable[[torch.Tensor], int] = attrgetter("nbytes")
@@ -83,38 +83,47 @@ class BucketPacker:
         self._strides: list[Strides] = []
         self._filled: list[int] = []
 
-    @property
-    def prepared(self) -> PreparedReduction | None:
-        """What reduces the tensors where they lie; None before the first run, and where some have no element."""
-        return self._reduction if len(self._filled) == len(self._sizes) else None
-
-    def prepare(self, backend: Backend, tensors: Sequence[torch.Tensor]) -> bool:
-        """Decide how tensors of these shapes are reduced; False where there is not a single element."""
-        shapes = list(map(_shape, tensors))
-        if shapes != self._shapes:
-            self._lay_out(shapes, backend)
-        return self._reduction is not None
+    def in_memory(self, tensors: Sequence[torch.Tensor]) -> list[int] | None:
+        """Where these tensors begin, which are reduced as they are; None where one has to be looked at."""
+        if self._reduction is None or len(self._filled) < len(tensors) or not self.fits(tensors):
+            return None
+        addresses = list(map(_address, tensors))
+        return addresses if all(addresses) else None
 
     def allreduce(self, backend: Backend, tensors: Sequence[torch.Tensor], *, active: int | None) -> Coroutine[int]:
         """Reduce dense tensors in place; the same shapes, and the same backend every time, on every rank.
 
-        Returns the sum of all `active` (PreparedReduction.run), where `prepare` has returned True; else 0.
+        active, and what it returns: as PreparedReduction.run.
         """
-        self.prepare(backend, tensors)
-        reduction = self._reduction
-        if reduction is None:
-            return 0
+        addresses = self.in_memory(tensors)
+        if addresses is not None:
+            return (yield from self.run(backend, tensors, addresses, active))
+        shapes = list(map(_shape, tensors))
+        if shapes != self._shapes:
+            self._lay_out(shapes, backend)
+        if self._reduction is None:
+            return 0 if active is None else (yield from backend.count_active(active))
+        filled = tensors if len(self._filled) == len(tensors) else [tensors[index] for index in self._filled]
         if self.fits(tensors):
-            filled = tensors if len(self._filled) == len(tensors) else [tensors[index] for index in self._filled]
-            return (yield from self._in_memory(backend, reduction, filled, active))
+            return (yield from self.run(backend, filled, list(map(_address, filled)), active))
         if self._exact:
             self._check_dtypes(tensors)
         dtype, home = self._arithmetic.dtype, self._home
         operands = [Operand(tensors[index], self._strides[index], dtype, home) for index in self._filled]
-        count = yield from self._in_memory(backend, reduction, [operand.work for operand in operands], active)
+        work = [operand.work for operand in operands]
+        count = yield from self.run(backend, work, list(map(_address, work)), active)
         for operand in operands:
             operand.write_back()
         return count
+
+    def run(
+        self, backend: Backend, tensors: Sequence[torch.Tensor], addresses: list[int], active: int | None
+    ) -> Coroutine[int]:
+        """Reduce what `in_memory` has found to be as agreed; all of that."""
+        reduction = self._reduction
+        assert reduction is not None
+        with phase(backend, f"{backend.name}_ALLREDUCE", tensors):
+            return (yield from reduction.run(addresses, active, tensors))
 
     def fits(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Whether all lie where the backend has its tensors, as agreed. Asked in every step: no Python for each."""
@@ -138,12 +147,6 @@ class BucketPacker:
                     f"{dtype_name(dtype)}: its dtype has changed since the step before. Change grad_dtype of a "
                     "parameter before the optimizer, or the DistributedDataParallel, is made, on every rank."
                 )
-
-    def _in_memory(
-        self, backend: Backend, reduction: PreparedReduction, tensors: Sequence[torch.Tensor], active: int | None
-    ) -> Coroutine[int]:
-        with phase(backend, f"{backend.name}_ALLREDUCE", tensors):
-            return (yield from reduction.run(list(map(_address, tensors)), active, tensors))
 
     def _lay_out(self, shapes: list[torch.Size], backend: Backend) -> None:
         self._shapes, self._home = shapes, home_of(backend)
@@ -177,15 +180,14 @@ class BucketPacker:
             return CastReduction(prepared, buffer, FusedViews(buffer, shapes, strides))
 
 
-class PlannedPart(NamedTuple):
-    """The tensors of one bucket and dtype, where they are reduced as they lie in host memory."""
+class Part(NamedTuple):
+    """What travels together of a bucket: the tensors of one dtype."""
 
-    pick: Callable[[Sequence[Any]], Sequence[Any]]  # Chooses them from those of all entries
-    fits: Callable[[Sequence[torch.Tensor]], bool]
-    reduction: PreparedReduction
+    pick: Callable[[Any], Sequence[torch.Tensor]]  # Chooses them from those of all entries
+    packer: BucketPacker
 
 
-Part = tuple[Callable[[Sequence[Any]], tuple[Any, ...]], BucketPacker]  # Chooses the tensors of one dtype; reduces them
+Placed = tuple[Sequence[torch.Tensor], list[int]]  # The tensors of a part and where they begin
 
 
 @dataclass(frozen=True)
@@ -248,48 +250,62 @@ class Bucket:
         self._settings = settings
         self._packers: Packers = {}
         self._parts = self._same_dtypes([dtypes[index] for index in entries])
-        self.active = 0  # The sum of all `active` of the last run, where it `counts`
 
     @property
     def is_plain(self) -> bool:
         """No compressor with a life of its own, no Adasum: one step into the job nothing but copies has begun."""
         return self._parts is not None
 
-    def prepared(self) -> list[PlannedPart] | None:
-        """What reduces the tensors as they are, by dtype; None for compressors and Adasum, and before the first run."""
+    def in_memory(self, tensors: Sequence[torch.Tensor]) -> list[Placed] | None:
+        """The tensors of each part, from those of all entries, if all are reduced as they are; else None."""
         if self._parts is None:
             return None
-        found = []
-        for places, packer in self._parts:
-            reduction = packer.prepared
-            if reduction is None:
+        placed = []
+        for part in self._parts:
+            mine = part.pick(tensors)
+            addresses = part.packer.in_memory(mine)
+            if addresses is None:
                 return None
-            found.append(PlannedPart(pick(places(self.entries)), packer.fits, reduction))
-        return found
+            placed.append((mine, addresses))
+        return placed
 
-    def counts(self, backend: Backend, tensors: Sequence[torch.Tensor]) -> bool:
-        """Whether the reduction of these tensors counts the active ranks by itself; the same on every rank."""
-        if not self._parts:
-            return False
-        places, packer = self._parts[0]
-        return packer.prepare(backend, places(tensors))
+    def job(self, tensors: Any, placed: list[Placed] | None = None) -> ActiveJob:
+        """The job that reduces these tensors in place, with the rank's part in the count (PreparedReduction.run).
 
-    def job(self, tensors: Sequence[torch.Tensor], *, active: int | None) -> Job:
-        """The job that reduces these tensors, one for each entry, in place; active: as of PreparedReduction.run."""
+        tensors: by entry, of all entries or these. placed: what `in_memory` has found.
+        """
+        if self._parts is None:
+            return partial(self._look_closely, self.pick(tensors))
+        if placed is None:
+            return partial(self._reduce_any, [(part.packer, part.pick(tensors)) for part in self._parts])
+        return partial(self._reduce_placed, placed)
 
-        def run(backend: Backend) -> Coroutine[None]:
-            if self._parts is not None:
-                for number, (places, packer) in enumerate(self._parts):
-                    said = None if number else active
-                    count = yield from packer.allreduce(backend, places(tensors), active=said)
-                    self.active = self.active if number else count
-            elif self._settings.memory is not None:
-                originals = [tensor.detach() for tensor in tensors]
-                yield from self._settings.memory.reduce(self._names, originals, self._exchange(backend))
-            else:
-                yield from self._compress(backend, [tensor.detach() for tensor in tensors])
+    def _reduce_placed(self, placed: list[Placed], backend: Backend, active: int | None) -> Coroutine[int]:
+        count = said = 0
+        for (_, packer), (tensors, addresses) in zip(self._parts or (), placed, strict=True):
+            said = yield from packer.run(backend, tensors, addresses, active)
+            # The first part counts.
+            count, active = count if active is None else said, None
+        return count
 
-        return run
+    def _reduce_any(
+        self, parts: Sequence[tuple[BucketPacker, Sequence[torch.Tensor]]], backend: Backend, active: int | None
+    ) -> Coroutine[int]:
+        count = said = 0
+        for packer, tensors in parts:
+            said = yield from packer.allreduce(backend, tensors, active=active)
+            count, active = count if active is None else said, None
+        return count
+
+    def _look_closely(self, tensors: Sequence[torch.Tensor], backend: Backend, active: int | None) -> Coroutine[int]:
+        # First, so that a rank that fails in its job has been counted: the others end their step.
+        count = 0 if active is None else (yield from backend.count_active(active))
+        originals = [tensor.detach() for tensor in tensors]
+        if self._settings.memory is not None:
+            yield from self._settings.memory.reduce(self._names, originals, self._exchange(backend))
+        else:
+            yield from self._compress(backend, originals)
+        return count
 
     def _same_dtypes(self, dtypes: Sequence[torch.dtype]) -> list[Part] | None:
         """What travels together, where each element travels as itself or cast; None where it takes more than that."""
@@ -304,7 +320,7 @@ class Bucket:
             places = [place for place, each in enumerate(wires) if each is wire]
             strides = [self._strides[place] for place in places]
             packer = BucketPacker(strides, settings.arithmetic(wire), [dtypes[place] for place in places], exact=True)
-            parts.append((pick(places), packer))
+            parts.append(Part(pick([self.entries[place] for place in places]), packer))
         return parts
 
     def _compress(self, backend: Backend, originals: Sequence[torch.Tensor]) -> Coroutine[None]:

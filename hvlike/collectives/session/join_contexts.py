@@ -11,7 +11,7 @@ from hvlike.transport.fabric import PlanEpoch
 
 class JoinContexts:
     def __init__(self, proxies: JoinedProxies, controller: Controller, epoch: PlanEpoch) -> None:
-        """epoch: the guard of compiled plans."""
+        """epoch: the guard of plans."""
         self._epoch = epoch
         self.inside = False
         self._entered = 0

@@ -71,23 +71,14 @@ class PlanProxy(JoinedProxy):
         self.finished = not schedule.buckets
         self._schedule = schedule
         with schedule.in_stream():
-            self._tensors = [schedule.zeros(number) for number in range(len(schedule.buckets))]
+            self._tensors = schedule.zeros()
 
     def begin(self) -> None:
-        started = [
-            self._schedule.start(number, tensors, active=0, wake=False) for number, tensors in enumerate(self._tensors)
-        ]
-        # The last one counts, so the host always has a part in it. It has the error of those before.
-        last = started[-1]
-        assert last is not None
-        last.then(self._ended)
-
-    def _ended(self, last: Operation) -> None:
-        if last.error is None and self._schedule.incomplete and not self.finished:
-            every = range(self._schedule.entries)
-            self.queue.run(self._schedule.find_absent(every)).then(self._step_ended)
-        else:
-            self._step_ended(last)
+        schedule = self._schedule
+        step = schedule.start(range(len(schedule.buckets)), self._tensors, active=0, missing=range(schedule.entries))
+        # The last bucket counts, so the host always has a part in it.
+        assert step is not None
+        step.then(self._step_ended)
 
     def _step_ended(self, last: Operation) -> None:
         self.error = self.error or last.error
@@ -98,9 +89,8 @@ class PlanProxy(JoinedProxy):
             return
         self._schedule.commit()
         with self._schedule.in_stream():
-            for tensors in self._tensors:
-                for tensor in tensors:
-                    tensor.zero_()
+            for tensor in self._tensors.values():
+                tensor.zero_()
         self.begin()
 
 

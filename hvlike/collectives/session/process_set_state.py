@@ -77,7 +77,7 @@ class ProcessSetState:
             self.agreement = kind(self.controller.tensor_queue, peers, self.controller.send_soon)
             self.controller.agreement = self.agreement
         self.proxies = JoinedProxies(self.queues, self.controller)
-        self.plan_epoch = fabric.plan_epoch  # The guard of compiled plans
+        self.plan_epoch = fabric.plan_epoch  # The guard of plans
         self.rounds = JoinContexts(self.proxies, self.controller, fabric.plan_epoch)
         router.connect(group.number, self.controller)
 

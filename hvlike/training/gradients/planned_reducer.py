@@ -3,8 +3,8 @@
     first finish()    the ranks propose what they have, and one plan follows for all (one negotiated request)
     mark_ready(i)     with a spare core: the last tensor of a bucket completes it, and complete buckets start at once,
                       in the order of the plan. Without: nothing starts before finish()
-    finish(tensors)   the compiled step (schedule.py) where there is one and nothing has changed; else the general
-                      path, which starts what is left, drives the loop until all is reduced, and compiles the step
+    finish(tensors)   starts what is left and drives it. A steady step is a guard and one job: nothing has changed that
+                      could change a decision (PlanEpoch.value), and all tensors lie in memory as agreed
 
 The tensors are reduced where they are. The plan has an op queue of its own, so its order is the plan's.
 """
@@ -17,6 +17,7 @@ import threading
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from operator import attrgetter
+from typing import Any
 
 import torch
 
@@ -27,8 +28,8 @@ from hvlike.collectives.api.sparse import start_sparse_sum
 from hvlike.collectives.compression import Mark
 from hvlike.collectives.controller.trace import exposed_wait
 from hvlike.collectives.health.wait_for_graph import STEP
-from hvlike.collectives.persistent.bucket import ReductionSettings
-from hvlike.collectives.persistent.schedule import CompiledStep, Schedule, compile_step, gradient_streams_of
+from hvlike.collectives.persistent.bucket import Placed, ReductionSettings
+from hvlike.collectives.persistent.schedule import Schedule, gradient_streams_of
 from hvlike.collectives.requests.plan import BucketSizes, Entry, Plan, Proposal, choose_sizes, equal_parts
 from hvlike.collectives.requests.process_set import ProcessSet
 from hvlike.collectives.requests.request import find_call_site, order_in_memory
@@ -66,7 +67,6 @@ class PlannedReducer(PersistentOperation):
         self._groups = equal_parts(len(self._entries), groups) if isinstance(groups, int) else list(groups or [])
         self._process_set = process_set
         self._marked: dict[int, torch.Tensor] = {}
-        self._said = 1  # What this rank says of itself in the step under way: PreparedReduction.run
         self.absent: Collection[int] = ()
         knobs = current().knobs
         self._arrivals = gradient_streams_of(entry.device for entry in entries)
@@ -76,7 +76,7 @@ class PlannedReducer(PersistentOperation):
         automatic = knobs.overlap is None and not on_device
         self._spare_core = SpareCore() if self.overlaps and automatic else None
         # The hooks of backward move what was started, where no other thread can.
-        self._hooks_move = self._early_from_next = False
+        self._hooks_move = False
         nodes = self._set_state.group.nodes
         constants = self._set_state.queues.first.constants
         self._may_move = len(nodes) > 1 and automatic
@@ -96,7 +96,8 @@ class PlannedReducer(PersistentOperation):
         self._missing: list[int] = []
         self._started = 0
         self._lock = system.Lock()
-        self._compiled: CompiledStep | None = None
+        # The epoch and the thread of the last step, where the next one need not look closely.
+        self._steady_in: tuple[int, int] | None = None
         self._epoch = self._set_state.plan_epoch
         self._site = find_call_site()
         self._set_state.proxies.add(self)
@@ -117,7 +118,7 @@ class PlannedReducer(PersistentOperation):
 
     @property
     def is_steady(self) -> bool:
-        return self._compiled is not None and self._compiled.epoch == self._epoch.value
+        return self._steady_in is not None and self._steady_in[0] == self._epoch.value
 
     @property
     def last_to_arrive(self) -> int | None:
@@ -157,96 +158,70 @@ class PlannedReducer(PersistentOperation):
             return {}
         if self._step >= self._look_at:
             self._look_at_options()
-        compiled = self._compiled
-        if (
-            compiled is not None
-            and not self._started
-            and compiled.thread == threading.get_ident()
-            and self._run_compiled(compiled, tensors, missing)
-        ):
-            return {}
-        return self._finish_generally(tensors, missing)
-
-    def _run_compiled(self, compiled: CompiledStep, tensors: Sequence[torch.Tensor], missing: Collection[int]) -> bool:
-        """A steady step; False where the general path has to run it: nothing has begun then."""
         # First this: a thread that joins looks at it after it has said so, which begins an epoch.
         self._in_step = True
         try:
-            if compiled.epoch != self._epoch.value:
-                return False
-            operation = compiled.run(tensors, missing, self._step + 1, self._site)
-            if operation is None:
-                return False
-            self._running = [operation]
-            if not operation.done():
-                assert self.schedule is not None
-                self._wait_for_buckets(self.schedule, self._step + 1)
-            operation.wait()
-            compiled.count()
-        except BaseException:
-            self._marked.clear()
-            self.close()
-            raise
-        finally:
-            self._in_step = False
-        self._marked.clear()
-        if self.schedule is not None and self.schedule.incomplete:
-            self._note_absent(self.schedule, tensors)
-        if self.overlaps:
-            self._expect_all()
-        if self._may_move:
-            self._consider_early_starts(compiled.slow_network)
-        self._step += 1
-        self.served += 1
-        return True
-
-    def _consider_early_starts(self, slow: bool) -> None:
-        """On a slow network it pays to start buckets during backward also where no core is spare: a wire needs none."""
-        self._slow_steps = self._slow_steps + 1 if slow else 0
-        if self._slow_steps == SLOW_STEPS and self.schedule is not None and len(self.schedule.buckets) > 1:
-            # The next step is for the hooks: so far one may serve all tensors.
-            self._early_from_next = True
-            self._may_move = False
-            self._compiled = None
-
-    def _finish_generally(self, tensors: Sequence[torch.Tensor], missing: Collection[int]) -> dict[int, torch.Tensor]:
-        self._said = 1 + INCOMPLETE * bool(missing)
-        # First this: a thread that joins looks at it after it has said so.
-        self._in_step = True
-        try:
-            self._set_state.proxies.check_present(self.name)
-            if not self._started:
-                self._follow_dtypes(tensors)
-            check_gradients(tensors, lambda place: self._entries[place].name)
-            schedule = self.schedule or self._agree(tensors)
+            epoch = (self._epoch.value, threading.get_ident())
+            schedule = self.schedule
             replaced: dict[int, torch.Tensor] = {}
-            sparse: dict[int, Callable[[], torch.Tensor]] = {}
-            if schedule.plan.sparse or any(map(_is_sparse, tensors)):
-                replaced = _densify(tensors, schedule.plan)
+            placed = schedule.in_memory(tensors) if schedule is not None and self._steady_in == epoch else None
+            totals: dict[int, Callable[[], torch.Tensor]] = {}
+            if schedule is None or placed is None:
+                self._steady_in = None
+                schedule, replaced, totals = self._look_closely(tensors)
                 tensors = [replaced.get(index, tensor) for index, tensor in enumerate(tensors)]
-                sparse = {
-                    index: start_sparse_sum(tensors[index], f"{self.name}.{index}", self._settings, self._process_set)
-                    for index in schedule.plan.sparse
-                }
-            self._reduce_dense(schedule, tensors, missing)
-            for index, total in sparse.items():
-                replaced[index] = total()
+            self._reduce_dense(schedule, tensors, placed, missing)
+            replaced.update((index, total()) for index, total in totals.items())
             if schedule.incomplete:
                 self._note_absent(schedule, tensors)
             elif not schedule.buckets:
                 # Nothing has carried the count: what has no element is taken for nothing, on all ranks alike.
                 self.absent = [index for index, total in replaced.items() if not total._nnz()]
+            if self._may_move:
+                self._consider_early_starts(schedule)
+            if not schedule.plan.sparse and not self._set_state.rounds.failed:
+                self._steady_in = epoch
             self.served += 1
             return replaced
         finally:
-            self._marked, self._said, self._in_step = {}, 1, False
+            self._marked, self._in_step = {}, False
             self._expect_all()
-            if self._early_from_next:
-                self.overlaps = self._hooks_move = True
             self._started = 0
             self._step += 1
             if self._arrivals is not None:
                 self._arrivals.clear()
+
+    def _look_closely(
+        self, tensors: Sequence[torch.Tensor]
+    ) -> tuple[Schedule, dict[int, torch.Tensor], dict[int, Callable[[], torch.Tensor]]]:
+        """Check a step, and agree on a plan where there is none.
+
+        Returns that, what takes the place of tensors that were sparse, and what gives the sums of those that stay it.
+        """
+        self._set_state.proxies.check_present(self.name)
+        if not self._started:
+            self._follow_dtypes(tensors)
+        check_gradients(tensors, lambda place: self._entries[place].name)
+        schedule = self.schedule or self._agree(tensors)
+        self._site = find_call_site()
+        self._set_state.controller.tensor_queue.notice((STEP, self.name), self._site)
+        replaced: dict[int, torch.Tensor] = {}
+        totals = {}
+        if schedule.plan.sparse or any(map(_is_sparse, tensors)):
+            replaced = _densify(tensors, schedule.plan)
+            totals = {
+                index: start_sparse_sum(tensors[index], f"{self.name}.{index}", self._settings, self._process_set)
+                for index in schedule.plan.sparse
+            }
+        return schedule, replaced, totals
+
+    def _consider_early_starts(self, schedule: Schedule) -> None:
+        """On a slow network it pays to start buckets during backward also where no core is spare: a wire needs none."""
+        self._slow_steps = self._slow_steps + 1 if schedule.slow_network else 0
+        if self._slow_steps == SLOW_STEPS and len(schedule.buckets) > 1:
+            # From the next step on; that one is for the hooks, if so far one serves all tensors.
+            self._may_move = False
+            self.overlaps = self._hooks_move = True
 
     def _follow_dtypes(self, tensors: Sequence[torch.Tensor]) -> None:
         """Agree anew where the program has changed the dtype of a gradient, on every rank. Local."""
@@ -279,7 +254,7 @@ class PlannedReducer(PersistentOperation):
         super().forget()
         if self.schedule is not None:
             self.schedule.roll_back()
-        self.schedule = self._compiled = None
+        self.schedule = self._steady_in = None
         self._bucket_of = {}
 
     # -- what a join needs ----------------------------------------------------------------------
@@ -355,30 +330,29 @@ class PlannedReducer(PersistentOperation):
             absent = [index for index in absent if tensors[index].is_sparse or not tensors[index].any()]
         self.absent = absent
 
-    def _reduce_dense(self, schedule: Schedule, tensors: Sequence[torch.Tensor], missing: Collection[int]) -> None:
-        controller, rounds = self._set_state.controller, self._set_state.rounds
-        key, step, self._site = (STEP, self.name), self._step + 1, find_call_site()
-        controller.tensor_queue.notice(key, self._site)
+    def _reduce_dense(
+        self,
+        schedule: Schedule,
+        tensors: Sequence[torch.Tensor],
+        placed: Sequence[list[Placed]] | None,
+        missing: Collection[int],
+    ) -> None:
+        controller, step = self._set_state.controller, self._step + 1
         controller.positions.entered[self.name] = step
+        controller.tensor_queue.last = ((STEP, self.name), self._site, system.monotonic())
         with exposed_wait(schedule.queue, self.name, self._step):
             try:
-                self._start_rest(schedule, tensors)
+                with self._lock:
+                    rest, self._started = range(self._started, len(schedule.buckets)), len(schedule.buckets)
+                    said = 1 + INCOMPLETE * bool(missing)
+                    self._start(schedule, rest, tensors, active=said, missing=missing, placed=placed, drive=True)
+                if self._is_running:
+                    self._wait_in_step(step, self._site, schedule.described)
             except BaseException:
                 self.close()
                 raise
-            if self._is_running:
-                self._wait_for_buckets(schedule, step)
-            if schedule.incomplete and schedule.queue.broken is None:
-                self._running.append(schedule.queue.run(schedule.find_absent(missing), drive=not self._on_device))
-                if self._is_running:
-                    self._wait_for_buckets(schedule, step)
         self._raise_error(schedule)
         schedule.commit()
-        epoch = self._set_state.plan_epoch
-        self._compiled = None if rounds.failed else compile_step(schedule, key, epoch, controller)
-
-    def _wait_for_buckets(self, schedule: Schedule, step: int) -> None:
-        self._wait_in_step(step, self._site, schedule.described)
 
     def _raise_error(self, schedule: Schedule) -> None:
         """Raise what has ended a bucket. Its queue is lost then; the next step starts from a new plan."""
@@ -389,14 +363,6 @@ class PlannedReducer(PersistentOperation):
         if error is not None:
             self.close()
             raise error
-
-    def _start_rest(self, schedule: Schedule, tensors: Sequence[torch.Tensor]) -> None:
-        """Start the buckets that have not been. This thread would wait for them, and drives what it can itself."""
-        with self._lock:
-            first, self._started = self._started, len(schedule.buckets)
-            for number in range(first, self._started):
-                picked = schedule.buckets[number].pick(tensors)
-                self._start(schedule, number, picked, wake=False, drive=True)
 
     def _start_complete(self) -> None:
         """Start the buckets that are complete, as far as all before them are; with the lock held."""
@@ -410,14 +376,14 @@ class PlannedReducer(PersistentOperation):
         while schedule and self._started < count and not self._missing[self._started]:
             number = self._started
             self._started += 1
-            marked = [self._marked[index] for index in schedule.buckets[number].entries]
-            self._start(schedule, number, marked, wake=not self._hooks_move)
+            self._start(schedule, range(number, number + 1), self._marked, wake=not self._hooks_move)
 
-    def _start(
-        self, schedule: Schedule, number: int, tensors: Sequence[torch.Tensor], *, wake: bool, drive: bool = False
-    ) -> None:
-        streams = () if self._arrivals is None else self._arrivals.streams(number)
-        operation = schedule.start(number, tensors, active=self._said, wake=wake, streams=streams, drive=drive)
+    def _start(self, schedule: Schedule, numbers: range, tensors: Any, **how: Any) -> None:
+        if self._arrivals is not None:
+            how["streams"] = self._arrivals.streams
+        if not numbers.start:
+            self._running = []
+        operation = schedule.start(numbers, tensors, **how)
         if operation is not None:
             self._running.append(operation)
 

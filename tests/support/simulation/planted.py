@@ -126,14 +126,14 @@ PLANTS = [
     ),
     plant(
         "a rank that has joined contributes what the last step has left",
-        (PROXY, "                    tensor.zero_()\n", "                    pass\n"),
+        (PROXY, "                tensor.zero_()\n", "                pass\n"),
     ),
     plant(
         "a step does not wait for its buckets",
         (
             "training/gradients/planned_reducer.py",
-            "                self._wait_for_buckets(schedule, step)\n            if schedule.incomplete",
-            "                pass\n            if schedule.incomplete",
+            "                    self._wait_in_step(step, self._site, schedule.described)\n",
+            "                    self._running = []\n",
         ),
     ),
     # What these take back was found by simulated jobs.
