@@ -172,6 +172,10 @@ class Schedule:
             if self.incomplete:
                 yield from self._find_absent(missing, backend)
 
+    def is_on_device(self, index: int) -> bool:
+        """Whether an entry is reduced on a device."""
+        return bool(self._agreed.devices[index])
+
     @property
     def slow_network(self) -> bool:
         """Whether the network between the nodes was slow in the last step."""

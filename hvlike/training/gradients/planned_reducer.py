@@ -37,13 +37,11 @@ from hvlike.collectives.session.context import current
 from hvlike.collectives.session.joined_proxy import JoinedProxy, PersistentOperation, PlanProxy
 from hvlike.collectives.session.process_set_state import ProcessSetState
 from hvlike.system.system import system
-from hvlike.transport.host.topology import SpareCore
+from hvlike.training.gradients.early_starts import EarlyStarts, Mover, choose_mover
 from hvlike.transport.memory.dtypes import dtype_name
 from hvlike.transport.memory.own_memory import check_gradients
 
 _log = logging.getLogger("hvlike")
-
-SLOW_STEPS = 3  # In a row; one alone may have met a rank that was held up
 
 _is_sparse: Callable[[torch.Tensor], bool] = attrgetter("is_sparse")
 _dtype: Callable[[torch.Tensor], torch.dtype] = attrgetter("dtype")
@@ -68,19 +66,15 @@ class PlannedReducer(PersistentOperation):
         self._process_set = process_set
         self._marked: dict[int, torch.Tensor] = {}
         self.absent: Collection[int] = ()
-        knobs = current().knobs
         self._arrivals = gradient_streams_of(entry.device for entry in entries)
+        knobs, nodes = current().knobs, self._set_state.group.nodes
         on_device = self._arrivals is not None
-        # Complete buckets start beside backward. What a device does needs no core; only the host has to begin it.
-        self.overlaps = current().overlaps or (on_device and knobs.overlap is not False)
-        automatic = knobs.overlap is None and not on_device
-        self._spare_core = SpareCore() if self.overlaps and automatic else None
-        # The hooks of backward move what was started, where no other thread can.
-        self._hooks_move = False
-        nodes = self._set_state.group.nodes
+        self._early = EarlyStarts(
+            choose_mover(knobs.overlap, spare_core=current().overlaps, on_device=on_device),
+            automatic=knobs.overlap is None and not on_device,
+            several_nodes=len(nodes) > 1,
+        )
         constants = self._set_state.queues.first.constants
-        self._may_move = len(nodes) > 1 and automatic
-        self._slow_steps = 0
         self.sizes = choose_sizes(
             knobs.bucket_bytes,
             knobs.first_bucket_bytes,
@@ -91,10 +85,6 @@ class PlannedReducer(PersistentOperation):
         )
         self.start: Mapping[str, int] = {}  # Checksums by name, to warn where the ranks start apart
         self.schedule: Schedule | None = None  # What is agreed; None before the first step
-        self._bucket_of: dict[int, int] = {}
-        self._on_device: set[int] = set()
-        self._missing: list[int] = []
-        self._started = 0
         self._lock = system.Lock()
         # The epoch and the thread of the last step, where the next one need not look closely.
         self._steady_in: tuple[int, int] | None = None
@@ -110,6 +100,11 @@ class PlannedReducer(PersistentOperation):
     @property
     def busy(self) -> bool:
         return bool(self._marked) or super().busy
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether buckets start during backward."""
+        return self._early.mover is not Mover.NOTHING
 
     @property
     def wants_marks(self) -> bool:
@@ -132,16 +127,17 @@ class PlannedReducer(PersistentOperation):
         """Tensor `index` is final for this step; it may be reduced in place from now on. Any thread; does not block."""
         with self._lock:
             self._marked[index] = tensor
-            bucket = self._bucket_of.get(index)
-            if bucket is None or not self.overlaps or tensor.is_sparse or self._set_state.proxies.stands_in:
+            early, schedule = self._early, self.schedule
+            bucket = early.bucket_of(index)
+            if bucket is None or schedule is None or tensor.is_sparse or self._set_state.proxies.stands_in:
                 return
-            if self._arrivals is not None and index in self._on_device:
+            if self._arrivals is not None and schedule.is_on_device(index):
                 # A tensor of a GPU is final once its stream has come to this point.
                 self._arrivals.note(bucket, tensor)
-            self._missing[bucket] -= 1
-            if not self._missing[bucket]:
-                self._start_complete()
-        if self._hooks_move and self._is_running:
+            complete, moved_here = early.ready(bucket), early.mover is Mover.HOOKS
+            if complete:
+                self._start(schedule, complete, self._marked, wake=not moved_here)
+        if moved_here and self._is_running:
             current().fabric.loop.turn()
 
     def finish(self, tensors: Sequence[torch.Tensor], missing: Collection[int] = ()) -> dict[int, torch.Tensor]:
@@ -177,16 +173,14 @@ class PlannedReducer(PersistentOperation):
             elif not schedule.buckets:
                 # Nothing has carried the count: what has no element is taken for nothing, on all ranks alike.
                 self.absent = [index for index, total in replaced.items() if not total._nnz()]
-            if self._may_move:
-                self._consider_early_starts(schedule)
+            self._early.note_speed(slow=schedule.slow_network)
             if not schedule.plan.sparse and not self._set_state.rounds.failed:
                 self._steady_in = epoch
             self.served += 1
             return replaced
         finally:
             self._marked, self._in_step = {}, False
-            self._expect_all()
-            self._started = 0
+            self._early.expect_all()
             self._step += 1
             if self._arrivals is not None:
                 self._arrivals.clear()
@@ -199,7 +193,7 @@ class PlannedReducer(PersistentOperation):
         Returns that, what takes the place of tensors that were sparse, and what gives the sums of those that stay it.
         """
         self._set_state.proxies.check_present(self.name)
-        if not self._started:
+        if not self._early.started:
             self._follow_dtypes(tensors)
         check_gradients(tensors, lambda place: self._entries[place].name)
         schedule = self.schedule or self._agree(tensors)
@@ -215,24 +209,12 @@ class PlannedReducer(PersistentOperation):
             }
         return schedule, replaced, totals
 
-    def _consider_early_starts(self, schedule: Schedule) -> None:
-        """On a slow network it pays to start buckets during backward also where no core is spare: a wire needs none."""
-        self._slow_steps = self._slow_steps + 1 if schedule.slow_network else 0
-        if self._slow_steps == SLOW_STEPS and len(schedule.buckets) > 1:
-            # From the next step on; that one is for the hooks, if so far one serves all tensors.
-            self._may_move = False
-            self.overlaps = self._hooks_move = True
-
     def _follow_dtypes(self, tensors: Sequence[torch.Tensor]) -> None:
         """Agree anew where the program has changed the dtype of a gradient, on every rank. Local."""
         dtypes = list(map(_dtype, tensors))
         if dtypes != [entry.dtype for entry in self._entries]:
             self._entries = [replace(entry, dtype=dtype) for entry, dtype in zip(self._entries, dtypes, strict=True)]
             self.close()
-
-    def _expect_all(self) -> None:
-        """No tensor of the next step is ready."""
-        self._missing = [len(bucket.entries) for bucket in self.schedule.buckets] if self.schedule else []
 
     def resize(self, sizes: BucketSizes) -> None:
         """Reduce in buckets of other sizes from the next step on; every rank after the same step. Local."""
@@ -255,7 +237,7 @@ class PlannedReducer(PersistentOperation):
         if self.schedule is not None:
             self.schedule.roll_back()
         self.schedule = self._steady_in = None
-        self._bucket_of = {}
+        self._early.follow(None)
 
     # -- what a join needs ----------------------------------------------------------------------
 
@@ -317,8 +299,7 @@ class PlannedReducer(PersistentOperation):
             self._settings.memory.align(agreed.memory)
         schedule = self.schedule = Schedule(agreed, queue, self._settings)
         self.queue, self.serial = queue, agreed.serial
-        self._bucket_of = {index: number for number, bucket in enumerate(schedule.plan.buckets) for index in bucket}
-        self._on_device = {index for index, kind in enumerate(agreed.devices) if kind}
+        self._early.follow(schedule.plan)
         return schedule
 
     # -- one step -------------------------------------------------------------------------------
@@ -343,9 +324,9 @@ class PlannedReducer(PersistentOperation):
         with exposed_wait(schedule.queue, self.name, self._step):
             try:
                 with self._lock:
-                    rest, self._started = range(self._started, len(schedule.buckets)), len(schedule.buckets)
-                    said = 1 + INCOMPLETE * bool(missing)
-                    self._start(schedule, rest, tensors, active=said, missing=missing, placed=placed, drive=True)
+                    rest = self._early.start_rest()
+                said = 1 + INCOMPLETE * bool(missing)
+                self._start(schedule, rest, tensors, active=said, missing=missing, placed=placed, drive=True)
                 if self._is_running:
                     self._wait_in_step(step, self._site, schedule.described)
             except BaseException:
@@ -363,20 +344,6 @@ class PlannedReducer(PersistentOperation):
         if error is not None:
             self.close()
             raise error
-
-    def _start_complete(self) -> None:
-        """Start the buckets that are complete, as far as all before them are; with the lock held."""
-        schedule = self.schedule
-        if not self._started and self._spare_core is not None and self._spare_core.is_gone():
-            # Nobody would move what is started early. The buckets stay as they are agreed.
-            self.overlaps, self._spare_core = False, None
-            return
-        # The last bucket tells whether this rank lacks some tensors, and of sparse ones only finish() knows.
-        count = len(schedule.buckets) - bool(schedule.plan.sparse) if schedule else 0
-        while schedule and self._started < count and not self._missing[self._started]:
-            number = self._started
-            self._started += 1
-            self._start(schedule, range(number, number + 1), self._marked, wake=not self._hooks_move)
 
     def _start(self, schedule: Schedule, numbers: range, tensors: Any, **how: Any) -> None:
         if self._arrivals is not None:
