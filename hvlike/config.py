@@ -24,7 +24,7 @@ T = TypeVar("T")
 OURS, HOROVODS = "HVLIKE_", "HOROVOD_"
 
 
-class Kind(NamedTuple):
+class VariableKind(NamedTuple):
     """The values that a setting takes."""
 
     parse: Callable[[str], Any]  # Returns the value of a text. Raises: ValueError, KeyError.
@@ -36,7 +36,7 @@ class Setting:
     """One setting. name: the environment variable without its prefix."""
 
     name: str
-    kind: Kind
+    kind: VariableKind
     default: Any
     effect: str
     horovod: bool  # Whether Horovod has it too, so that its spelling is accepted
@@ -53,14 +53,14 @@ class Setting:
 
 
 def setting(
-    default: T, kind: Kind, effect: str, *, horovod: bool = False, same: bool = True, name: str | None = None
+    default: T, kind: VariableKind, effect: str, *, horovod: bool = False, same: bool = True, name: str | None = None
 ) -> T:
     """Return a field of Config. name: where the variable has not the field's."""
     entry = Setting(name or "", kind, default, effect, horovod, same)
     return dataclasses.field(default=default, metadata={"setting": entry})
 
 
-def shared(default: T, kind: Kind, effect: str, *, same: bool = True, name: str | None = None) -> T:
+def shared(default: T, kind: VariableKind, effect: str, *, same: bool = True, name: str | None = None) -> T:
     """Return a field of Config that Horovod has too."""
     return setting(default, kind, effect, horovod=True, same=same, name=name)
 
@@ -72,23 +72,25 @@ def _checked(convert: Callable[[str], Any], fits: Callable[[Any], bool], text: s
     return value
 
 
-def whole(least: int) -> Kind:
-    return Kind(partial(_checked, int, lambda value: value >= least), f"a whole number of at least {least}")
+def whole(least: int) -> VariableKind:
+    return VariableKind(partial(_checked, int, lambda value: value >= least), f"a whole number of at least {least}")
 
 
-def number(least: float) -> Kind:
+def number(least: float) -> VariableKind:
     """Finite numbers from `least` up."""
-    return Kind(partial(_checked, float, lambda value: least <= value < math.inf), f"a number of at least {least:g}")
+    return VariableKind(
+        partial(_checked, float, lambda value: least <= value < math.inf), f"a number of at least {least:g}"
+    )
 
 
-def one_of(*words: str) -> Kind:
+def one_of(*words: str) -> VariableKind:
     """One of some words, in upper or lower case."""
-    return Kind(partial(_checked, str.lower, lambda value: value in words), "one of " + ", ".join(words))
+    return VariableKind(partial(_checked, str.lower, lambda value: value in words), "one of " + ", ".join(words))
 
 
-SWITCH = Kind({"0": False, "1": True}.__getitem__, "0 or 1")
-PATH = Kind(str, "the path of a file")
-CORES = Kind(
+SWITCH = VariableKind({"0": False, "1": True}.__getitem__, "0 or 1")
+PATH = VariableKind(str, "the path of a file")
+CORES = VariableKind(
     partial(_checked, lambda text: tuple(map(int, text.split(","))), lambda cores: min(cores) >= 0),
     "comma-separated numbers of cores, one for each rank of a node",
 )

@@ -100,7 +100,7 @@ def crossing(edges: Mapping[N, Edges[N]], nodes: Iterable[N], inside: Collection
 
 
 @dataclass
-class Plan(Generic[N]):
+class BackwardPlan(Generic[N]):
     """One segment."""
 
     nodes: list[N]  # The nodes that run, each before its children
@@ -117,7 +117,7 @@ def plan(
     is_target: Callable[[N], bool],
     is_urgent: Callable[[N], bool],
     is_passive: Callable[[N], bool],
-) -> Plan[N] | None:
+) -> BackwardPlan[N] | None:
     """Return the next segment, None if nothing should run now.
 
     order: the nodes that can run and have not, each before its children.
@@ -128,7 +128,7 @@ def plan(
     """
     beyond = outside(edges, order, cleared)
     if all(is_passive(node) for node in beyond):
-        return Plan(list(order), [], partial=beyond) if order else None
+        return BackwardPlan(list(order), [], partial=beyond) if order else None
     targets = [node for node in order if is_target(node)]
     if not any(is_urgent(node) for node in targets):
         return None
@@ -136,4 +136,4 @@ def plan(
     running = set(nodes)
     later = [node for node in order if node not in running]
     # No child of these nodes has run: it would have waited for its parent.
-    return Plan(nodes, later, boundaries=crossing(edges, nodes, running))
+    return BackwardPlan(nodes, later, boundaries=crossing(edges, nodes, running))

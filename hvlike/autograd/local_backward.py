@@ -19,7 +19,7 @@ from torch.autograd.graph import GradientEdge, Node
 from hvlike.autograd.accumulate_grad import accumulate_with_hooks, is_sole
 from hvlike.autograd.context import DistributedContext, Recv, Send
 from hvlike.autograd.engine import SegmentRecord, Values, add_value, run_engine, take_values
-from hvlike.autograd.graph import Plan, clear, plan
+from hvlike.autograd.graph import BackwardPlan, clear, plan
 from hvlike.autograd.local_graph import LocalGraph, captured_edges
 from hvlike.autograd.protocol import Gradients
 from hvlike.rpc.wire.devices import ReadyEvents
@@ -215,11 +215,11 @@ class LocalBackward:
 
     def _run_rest(self, graph: LocalGraph) -> None:
         count = len(graph.scan.edges) - len(self._cleared) + len(self._order or [])
-        self._run(graph, Plan(list(self._values), []), [*graph.recvs, *graph.leaves], "final", count)
+        self._run(graph, BackwardPlan(list(self._values), []), [*graph.recvs, *graph.leaves], "final", count)
         self._has_run = True
         self._forget(graph)
 
-    def _run(self, graph: LocalGraph, chosen: Plan[Node], ends: Sequence[Node], kind: str, count: int) -> None:
+    def _run(self, graph: LocalGraph, chosen: BackwardPlan[Node], ends: Sequence[Node], kind: str, count: int) -> None:
         """Run one segment. ends: the leaves and recvs in it. count: the number of its nodes, for reports."""
         start = time.perf_counter_ns()
         leaves = [node for node in ends if node in graph.leaves]

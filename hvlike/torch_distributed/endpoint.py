@@ -88,7 +88,7 @@ class Transfer:
             callback()
 
 
-class Offer(NamedTuple):
+class SendOffer(NamedTuple):
     """A large tensor that another rank sends."""
 
     rank: int
@@ -100,12 +100,12 @@ class Offer(NamedTuple):
         return self.place.nbytes
 
 
-class Group(Protocol):
+class GroupTransfers(Protocol):
     """The transfers of one rank in one group; called in the loop."""
 
     key: Hashable
 
-    def hear(self, rank: int, tag: int, message: Array | Offer) -> None:
+    def hear(self, rank: int, tag: int, message: Array | SendOffer) -> None:
         """A message has come from a rank of the world."""
 
     def hear_error(self, rank: int, error: BaseException) -> None:
@@ -115,7 +115,7 @@ class Group(Protocol):
 class _Sending(NamedTuple):
     """A large tensor that the receiver has not taken yet; its memory must stay."""
 
-    group: Group
+    group: GroupTransfers
     transfer: Transfer
     rank: int
     helped: bool
@@ -127,10 +127,10 @@ class Endpoint:
     def __init__(self, fabric: Fabric) -> None:
         self._fabric = fabric
         self._channel = fabric.channel
-        self._groups: dict[Hashable, Group] = {}
+        self._groups: dict[Hashable, GroupTransfers] = {}
         self._made: Counter[Hashable] = Counter()
         self._left: set[Hashable] = set()
-        self._early: dict[Hashable, list[Callable[[Group], None]]] = {}
+        self._early: dict[Hashable, list[Callable[[GroupTransfers], None]]] = {}
         self._sending: dict[int, _Sending] = {}
         self._number = 0
         self._channel.listen(Topic.POINT_TO_POINT, lambda rank, message, _: self._hear(rank, *message))
@@ -140,19 +140,19 @@ class Endpoint:
         self._made[key] += 1
         return key if self._made[key] == 1 else (key, self._made[key])
 
-    def enter(self, group: Group) -> None:
+    def enter(self, group: GroupTransfers) -> None:
         self._groups[group.key] = group
         for hear in self._early.pop(group.key, ()):
             hear(group)
 
-    def leave(self, group: Group) -> None:
+    def leave(self, group: GroupTransfers) -> None:
         self._groups.pop(group.key, None)
         self._left.add(group.key)
 
     def left(self, key: Hashable) -> ShutdownError:
         return ShutdownError(f"rank {self._fabric.world.rank} has destroyed the group {key!r} and will not receive.")
 
-    def start_send(self, group: Group, transfer: Transfer, rank: int) -> None:
+    def start_send(self, group: GroupTransfers, transfer: Transfer, rank: int) -> None:
         memory = transfer.memory
         if memory.nbytes > INLINE_BYTES:
             self._offer(group, transfer, rank)
@@ -160,14 +160,14 @@ class Endpoint:
         self._send(rank, (_BYTES, group.key, transfer.tag, pickle.PickleBuffer(memory.view.data)))
         transfer.end()
 
-    def send_error(self, group: Group, rank: int, error: BaseException) -> None:
+    def send_error(self, group: GroupTransfers, rank: int, error: BaseException) -> None:
         """Tell a rank, whose send is done, that its bytes could not be taken."""
         self._send(rank, (_WRONG, group.key, error))
 
     def _send(self, rank: int, message: tuple[Any, ...]) -> None:
         self._channel.send(rank, Topic.POINT_TO_POINT, message, kind=_KIND)
 
-    def _offer(self, group: Group, transfer: Transfer, rank: int) -> None:
+    def _offer(self, group: GroupTransfers, transfer: Transfer, rank: int) -> None:
         memory = transfer.memory
         self._number = number = self._number + 1
         direct = self._channel.direct
@@ -208,7 +208,7 @@ class Endpoint:
             if sending.helped and error is not None:
                 self._channel.direct.withdraw()
 
-    def read(self, offer: Offer, view: Array) -> Coroutine[None]:
+    def read(self, offer: SendOffer, view: Array) -> Coroutine[None]:
         """Bring the bytes of an offer into `view`, which is as long."""
         place = offer.place
         if place.payload_tag:
@@ -227,20 +227,20 @@ class Endpoint:
         except OSError:
             yield from _unreadable(offer)
 
-    def answer(self, offer: Offer, error: BaseException | None) -> None:
+    def answer(self, offer: SendOffer, error: BaseException | None) -> None:
         if offer.place.helped and error is None:
             self._fabric.bells[offer.rank].ring()
         else:
             self._send(offer.rank, (_TAKEN, offer.number, error))
 
-    def refuse(self, offer: Offer, error: BaseException) -> None:
+    def refuse(self, offer: SendOffer, error: BaseException) -> None:
         """Tell the sender that its tensor is not wanted; what comes of it by MPI goes nowhere."""
         self.answer(offer, error)
         if offer.place.payload_tag:
             nowhere = np.empty(offer.nbytes, np.uint8)
             self._fabric.loop.begin(self.read(offer, nowhere))
 
-    def end_sends(self, group: Group, error: BaseException, rank: int | None = None) -> None:
+    def end_sends(self, group: GroupTransfers, error: BaseException, rank: int | None = None) -> None:
         """End the sends of a group, to one rank or to all; their memory is kept until its reader has told."""
         for number, each in tuple(self._sending.items()):
             if each.group is group and rank in (None, each.rank):
@@ -254,14 +254,14 @@ class Endpoint:
             self._taken(*rest)
             return
         key, *content = rest
-        hear: Callable[[Group], None]
+        hear: Callable[[GroupTransfers], None]
         if word == _BYTES:
             tag, memory = content
             found = np.frombuffer(memory, np.uint8)
             hear = partial(_hear_message, rank, tag, found)
         elif word == _OFFER:
             tag, number, place = content
-            offer = Offer(rank, number, Place(*place))
+            offer = SendOffer(rank, number, Place(*place))
             if key in self._left:
                 self.refuse(offer, self.left(key))
                 return
@@ -276,15 +276,15 @@ class Endpoint:
             self._early.setdefault(key, []).append(hear)
 
 
-def _hear_message(rank: int, tag: int, message: Array | Offer, group: Group) -> None:
+def _hear_message(rank: int, tag: int, message: Array | SendOffer, group: GroupTransfers) -> None:
     group.hear(rank, tag, message)
 
 
-def _hear_error(rank: int, error: BaseException, group: Group) -> None:
+def _hear_error(rank: int, error: BaseException, group: GroupTransfers) -> None:
     group.hear_error(rank, error)
 
 
-def _unreadable(offer: Offer) -> Coroutine[None]:
+def _unreadable(offer: SendOffer) -> Coroutine[None]:
     yield from ()
     raise PeerLeftError(f"The memory of rank {offer.rank}, which has sent {offer.nbytes} bytes, cannot be read.")
 

@@ -13,12 +13,12 @@ import torch
 from hvlike.backends.base import Backend
 from hvlike.backends.cuda.device_backend import home_of, in_host_memory
 from hvlike.collectives.requests.collective_jobs import Tensors, alltoall, copy_into, gather_flats
-from hvlike.collectives.requests.reduction import Operand, Reduction, arithmetic_of, working_dtype
+from hvlike.collectives.requests.reduction import Operand, ScaledOp, arithmetic_of, working_dtype
 from hvlike.transport.loop.coroutine import Coroutine
 from hvlike.transport.world import Group
 
 
-def reduce_to(group: Group, tensors: Tensors, root: int, reduction: Reduction, backend: Backend) -> Coroutine[None]:
+def reduce_to(group: Group, tensors: Tensors, root: int, reduction: ScaledOp, backend: Backend) -> Coroutine[None]:
     """Reduce each tensor on the position `root`; those of the others stay as they are."""
     op, prescale, postscale = reduction
     home = home_of(backend)

@@ -21,7 +21,7 @@ from typing import Generic, TypeVar
 import torch
 
 from hvlike.errors import MismatchError, ProcessGroupError, ShutdownError
-from hvlike.torch_distributed.endpoint import Offer, Transfer, endpoint_of
+from hvlike.torch_distributed.endpoint import SendOffer, Transfer, endpoint_of
 from hvlike.torch_distributed.tensor_bytes import bytes_to_fill, bytes_to_send
 from hvlike.transport.fabric import Fabric
 from hvlike.transport.loop.coroutine import Coroutine, Wait
@@ -98,7 +98,7 @@ class PointToPoint:
         self._loop = fabric.loop
         self._rank = fabric.world.rank
         self._position = {rank: position for position, rank in enumerate(self.ranks)}
-        self._matching: Matching[Array | Offer, Transfer] = Matching()
+        self._matching: Matching[Array | SendOffer, Transfer] = Matching()
         self._not_ready: dict[int, deque[tuple[Transfer, int]]] = {}  # Sends that wait for a GPU, and those behind them
         self._moving: set[Transfer] = set()
         self._lost: dict[int, BaseException] = {}  # By position
@@ -194,19 +194,19 @@ class PointToPoint:
             self._matching.take_receives(lambda _, each: each is transfer)
             transfer.end(error)
 
-    def hear(self, rank: int, tag: int, message: Array | Offer) -> None:
+    def hear(self, rank: int, tag: int, message: Array | SendOffer) -> None:
         """A message has come, in the loop."""
         source = self._position[rank]
         transfer = self._matching.arrive(source, tag, message)
         if transfer is not None:
             self._take(transfer, source, message)
 
-    def _take(self, transfer: Transfer, source: int, message: Array | Offer) -> None:
+    def _take(self, transfer: Transfer, source: int, message: Array | SendOffer) -> None:
         transfer.source = source
         memory, nbytes = transfer.memory, message.nbytes
         if nbytes > memory.nbytes:
             self._refuse(transfer, source, message)
-        elif isinstance(message, Offer):
+        elif isinstance(message, SendOffer):
             if source in self._lost:
                 transfer.end(self._lost[source])
                 return
@@ -220,7 +220,7 @@ class PointToPoint:
             else:
                 transfer.end()
 
-    def _fetch(self, transfer: Transfer, offer: Offer) -> Coroutine[None]:
+    def _fetch(self, transfer: Transfer, offer: SendOffer) -> Coroutine[None]:
         error: BaseException | None = ShutdownError("hvlike was shut down while this receive was in flight")
         try:
             yield from self._endpoint.read(offer, transfer.memory.view[: offer.nbytes])
@@ -246,7 +246,7 @@ class PointToPoint:
         self._moving.discard(transfer)
         transfer.end(error)
 
-    def _refuse(self, transfer: Transfer, source: int, message: Array | Offer) -> None:
+    def _refuse(self, transfer: Transfer, source: int, message: Array | SendOffer) -> None:
         """The tensor is too small for the message: both ranks are told."""
         rank, tensor = self.ranks[source], transfer.memory.tensor
         error = MismatchError(
@@ -254,7 +254,7 @@ class PointToPoint:
             f"{transfer.memory.nbytes} bytes ({tuple(tensor.shape)}, {tensor.dtype}), but rank {rank} sent "
             f"{message.nbytes} bytes. Receive into a tensor that is as large as the one that is sent."
         )
-        if isinstance(message, Offer):
+        if isinstance(message, SendOffer):
             self._endpoint.refuse(message, error)
         else:
             self._endpoint.send_error(self, rank, error)
@@ -317,7 +317,7 @@ class PointToPoint:
             each.end(error)
         self._endpoint.end_sends(self, error)
         for source, message in self._matching.take_messages():
-            if source not in self._lost and isinstance(message, Offer):
+            if source not in self._lost and isinstance(message, SendOffer):
                 self._endpoint.refuse(message, self._endpoint.left(self.key))
 
 

@@ -24,7 +24,7 @@ from hvlike.backends.fusion_buffer import FusionBuffer
 from hvlike.backends.op_queue import Job
 from hvlike.collectives.requests import collective_jobs
 from hvlike.collectives.requests.collective_jobs import PlainAllreduces
-from hvlike.collectives.requests.reduction import Reduction
+from hvlike.collectives.requests.reduction import ScaledOp
 from hvlike.collectives.session.context import current
 from hvlike.errors import ProcessGroupError, ShutdownError, UsageError
 from hvlike.torch_distributed import operations
@@ -361,7 +361,7 @@ class ProcessGroup(_ProcessGroupBase):
         if whole.numel() != share.numel() * self._ranks or whole.dtype != share.dtype:
             raise self._wrong(what, f"a tensor {self._ranks} times as large as {_like(share)}", _like(whole))
 
-    def _check_reducible(self, what: str, tensors: Sequence[Tensor], reduction: Reduction) -> None:
+    def _check_reducible(self, what: str, tensors: Sequence[Tensor], reduction: ScaledOp) -> None:
         """Refuse before it begins what would fail on its way, and end the group."""
         self._check_writable(what, tensors)
         try:
@@ -393,11 +393,11 @@ def _like(tensor: Tensor) -> str:
 
 _OPS: dict[str, AnyOp] = {each.name: each for each in (*ReduceOp, *BitwiseOp) if each is not ReduceOp.ADASUM}
 _OPS["AVG"] = ReduceOp.AVERAGE
-_SUM = Reduction(ReduceOp.SUM, 1.0, 1.0)
-_known: dict[int, Reduction] = {}
+_SUM = ScaledOp(ReduceOp.SUM, 1.0, 1.0)
+_known: dict[int, ScaledOp] = {}
 
 
-def _reduction(opts: Any) -> Reduction:
+def _reduction(opts: Any) -> ScaledOp:
     """What hvlike calls a reduction of torch. Raises: ProcessGroupError for one that it does not have."""
     if opts is None:
         return _SUM
@@ -406,14 +406,14 @@ def _reduction(opts: Any) -> Reduction:
     if found is not None:
         return found
     if given == dist.ReduceOp.PREMUL_SUM and hasattr(opts.reduceOp, "factor"):  # torch 2.7 does not tell the factor
-        return Reduction(ReduceOp.SUM, float(opts.reduceOp.factor), 1.0)
+        return ScaledOp(ReduceOp.SUM, float(opts.reduceOp.factor), 1.0)
     op = _OPS.get(given.name)
     if op is None:
         raise ProcessGroupError(
             f"torch.distributed over hvlike has no {given.name} with torch {torch.__version__}; "
             f"it has {', '.join(_OPS)}."
         )
-    return _known.setdefault(int(given), Reduction(op, 1.0, 1.0))
+    return _known.setdefault(int(given), ScaledOp(op, 1.0, 1.0))
 
 
 def create(opts: Any, options: Any = None) -> ProcessGroup:

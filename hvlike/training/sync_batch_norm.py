@@ -41,7 +41,7 @@ from hvlike.training.gradients.reduction import ranks_of_group
 from hvlike.untraced import traced, untraced
 
 
-class Statistics(NamedTuple):
+class BatchStatistics(NamedTuple):
     """Statistics over all ranks, float64: of shape (C), one of each channel, but for `total`."""
 
     total: Tensor  # 0-dim: how many values each channel has
@@ -82,7 +82,7 @@ def local_sums(values: Tensor) -> Tensor:
     return sums
 
 
-def reduce_statistics(values: Tensor, name: str, process_set: ProcessSet | None) -> Statistics:
+def reduce_statistics(values: Tensor, name: str, process_set: ProcessSet | None) -> BatchStatistics:
     """The statistics over all ranks of (N, C, ...): one allreduce, two for float64. Collective; blocks."""
     values = values.detach()
     sums = allreduce_(local_sums(values), name=f"{name}.forward", op=Sum, process_set=process_set)
@@ -93,7 +93,7 @@ def reduce_statistics(values: Tensor, name: str, process_set: ProcessSet | None)
         squares = allreduce_(squares, name=f"{name}.forward.squares", op=Sum, process_set=process_set)
     else:
         squares = (sums[1 + channels :] - count * mean.square()).clamp(min=0)
-    return Statistics(count, mean, squares)
+    return BatchStatistics(count, mean, squares)
 
 
 @untraced
@@ -106,7 +106,7 @@ class Normalization(torch.autograd.Function):
         values: Tensor,
         weight: Tensor | None,
         bias: Tensor | None,
-        statistics: Statistics,
+        statistics: BatchStatistics,
         eps: float,
         name: str,
         process_set: ProcessSet | None,
@@ -268,7 +268,7 @@ class SyncBatchNorm(_BatchNorm):
         return normalize(values, self.weight, self.bias, statistics, self.eps, name, self.process_set)
 
     @torch.no_grad()
-    def _track(self, statistics: Statistics) -> None:
+    def _track(self, statistics: BatchStatistics) -> None:
         if self.running_mean is None or self.running_var is None or self.num_batches_tracked is None:
             return
         self.num_batches_tracked.add_(1)

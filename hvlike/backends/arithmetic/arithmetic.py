@@ -62,7 +62,7 @@ _KERNELS: dict[Kind, type[ArrayKernel | HalfKernel]] = {
 }
 
 
-class Steps(NamedTuple):
+class ChunkKernels(NamedTuple):
     """What a reduction of chunks is made of. Its caller silences numpy."""
 
     gather: Callable[..., Any]  # (pieces, out=piece): copy pieces one after the other; returns `out`
@@ -159,16 +159,16 @@ class Arithmetic:
             self.view(tensor)
         return tensor.data_ptr()
 
-    def steps(self, *, partial: bool = False) -> Steps:
+    def steps(self, *, partial: bool = False) -> ChunkKernels:
         """What a reduction of chunks is made of; partial: `continuation` goes on with its results."""
         gather = np.concatenate if self._is_array else torch.cat
         kernel = self.joining
         if partial:
-            return Steps(gather, functools.partial(self._join, partial=True), self.copy, None)
+            return ChunkKernels(gather, functools.partial(self._join, partial=True), self.copy, None)
         if kernel is None:
-            return Steps(gather, self._join, None, None)
+            return ChunkKernels(gather, self._join, None, None)
         plain = kernel.copies or kernel.factor is not None
-        return Steps(gather, kernel.join, None if plain else kernel.deliver, kernel.factor)
+        return ChunkKernels(gather, kernel.join, None if plain else kernel.deliver, kernel.factor)
 
     def _join(self, rank: int, own: Piece, copies: Sequence[Piece], *, partial: bool = False) -> None:
         """In the order of the ranks, on whichever rank; then a sum does not depend on how the work was cut and dealt,

@@ -228,9 +228,9 @@ class DeviceBackend:
             loaded.extend(self._load(tensors, each, reads) for each in islice(waiting, 1))
         self.runtime.wait(self.stream, self.runtime.record(self._up))
 
-    def _load(self, tensors: Sequence[torch.Tensor], runs: Message, reads: Collection[int]) -> _Piece:
+    def _load(self, tensors: Sequence[torch.Tensor], runs: Message, reads: Collection[int]) -> _Crossing:
         dtype = tensors[runs[0].piece].dtype if runs else torch.uint8
-        piece = _Piece(runs, self.runtime.pinned(message_length(runs) * dtype.itemsize).view(dtype))
+        piece = _Crossing(runs, self.runtime.pinned(message_length(runs) * dtype.itemsize).view(dtype))
         with self.runtime.use(self._down):
             for source, copy in piece.places(tensors, reads):
                 self.runtime.copy(copy, source)
@@ -238,7 +238,7 @@ class DeviceBackend:
         return piece
 
 
-class _Piece:
+class _Crossing:
     def __init__(self, runs: Message, buffer: torch.Tensor) -> None:
         """buffer: as long as the runs together."""
         self.runs = runs

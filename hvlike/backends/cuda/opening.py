@@ -42,13 +42,13 @@ class DeviceFacts(NamedTuple):
     cupy: str = ""  # Its version; empty where it is not installed
 
 
-class Choice(NamedTuple):
+class BackendChoice(NamedTuple):
     backend: str
     reason: str
     is_unexpected: bool = False  # What was installed to be faster cannot serve
 
 
-def choose_backend(facts: Sequence[DeviceFacts], ranks: Sequence[int], wanted: str) -> Choice:
+def choose_backend(facts: Sequence[DeviceFacts], ranks: Sequence[int], wanted: str) -> BackendChoice:
     """The backend of a process set, the same on every rank; ranks: their numbers in the world. wanted:
     HVLIKE_CUDA_PLANE. Raises: LaunchError where it cannot serve, with the reason and what to do.
     """
@@ -58,14 +58,14 @@ def choose_backend(facts: Sequence[DeviceFacts], ranks: Sequence[int], wanted: s
             raise LaunchError(
                 f"HVLIKE_CUDA_PLANE=nccl, but {obstacle}. Unset it: tensors then travel through host memory."
             )
-        return Choice(NCCL, "HVLIKE_CUDA_PLANE=nccl")
+        return BackendChoice(NCCL, "HVLIKE_CUDA_PLANE=nccl")
     if len(facts) == 1:
-        return Choice(SOLO, "the rank is alone")
+        return BackendChoice(SOLO, "the rank is alone")
     if wanted == STAGED:
-        return Choice(STAGED, "HVLIKE_CUDA_PLANE=staged")
+        return BackendChoice(STAGED, "HVLIKE_CUDA_PLANE=staged")
     if not obstacle:
-        return Choice(NCCL, "every rank has a GPU of its own and NCCL")
-    return Choice(STAGED, obstacle, is_unexpected=any(each.cupy and not each.nccl for each in facts))
+        return BackendChoice(NCCL, "every rank has a GPU of its own and NCCL")
+    return BackendChoice(STAGED, obstacle, is_unexpected=any(each.cupy and not each.nccl for each in facts))
 
 
 def why_not_nccl(facts: Sequence[DeviceFacts], ranks: Sequence[int]) -> str:
@@ -98,7 +98,7 @@ class DeviceBackends:
         self._knobs = knobs
         self._host = host
         self._opened: list[NcclBackend] = []
-        self.choice: Choice | None = None
+        self.choice: BackendChoice | None = None
 
     def open(self, host: Backend, runtime: DeviceRuntime, device: torch.device | None) -> Coroutine[DeviceBackend]:
         """Make the device backend of an op queue. Collective, in the same order everywhere. device: where this rank has
@@ -128,7 +128,7 @@ class DeviceBackends:
         if not all(each.join(until) for each in opened):
             logger.warning("NCCL has not ended its communicators within %g s", 2 * nccl.FINISH_SECONDS)
 
-    def _choose(self, host: Backend, runtime: DeviceRuntime, device: torch.device) -> Coroutine[Choice]:
+    def _choose(self, host: Backend, runtime: DeviceRuntime, device: torch.device) -> Coroutine[BackendChoice]:
         knobs = self._knobs
         why_none = "HVLIKE_CUDA_PLANE=staged" if knobs.cuda_plane == STAGED else f"{device.type} is not CUDA"
         found = nccl.NcclFacts("", 0, why_none, "", 0)
@@ -195,7 +195,7 @@ class DeviceBackends:
             communicator.abort()
         if self._knobs.cuda_plane == NCCL:
             raise LaunchError(f"HVLIKE_CUDA_PLANE=nccl, but no communicator could be made: {'; '.join(wrong[:3])}")
-        self.choice = Choice(STAGED, f"no communicator of NCCL could be made ({wrong[0]})", is_unexpected=True)
+        self.choice = BackendChoice(STAGED, f"no communicator of NCCL could be made ({wrong[0]})", is_unexpected=True)
         self._log(device)
         return None
 

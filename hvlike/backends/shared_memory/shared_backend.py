@@ -40,7 +40,7 @@ _STAMPED = {Results.TO_OWNER: 1 << 60, Results.PARTIAL: 1 << 61}
 MOST_KNOWN = 64  # Kinds of work that are kept; with one more all are prepared anew
 
 
-class PreparedReduction:
+class SharedReduction:
     """Reduces tensors of the same lengths each time. All ranks prepare and run the same, in the same order.
 
         run    post what this rank does    one of three ways                            the number of active ranks
@@ -78,7 +78,7 @@ class PreparedReduction:
         self._staged = None if cma is not None else make_staged(lengths, arithmetic)
 
     def run(self, addresses: list[int], active: int | None, tensors: Sequence[torch.Tensor]) -> Coroutine[int]:
-        """See PreparedReduction (backends/base.py)."""
+        """See SharedReduction (backends/base.py)."""
         sync, word, places = self._sync, 0, None
         region = sync.region
         if self._shared:
@@ -148,7 +148,7 @@ class SharedBackend:
         self._sync = WorkSync(region)
         self.gather = partial(gather_at_once, self._sync, memory)
         self.alltoall = partial(alltoall, self._sync, memory)
-        self._prepared: dict[object, PreparedReduction] = {}
+        self._prepared: dict[object, SharedReduction] = {}
         self._partial: dict[object, tuple[StagedReduction, list[Chunk], int]] = {}
 
     def count_active(self, active: int) -> Coroutine[int]:
@@ -157,12 +157,12 @@ class SharedBackend:
         yield from self._sync.arrive(number)
         return self._sync.count_active(number)
 
-    def prepare(self, lengths: Sequence[int], arithmetic: Arithmetic) -> PreparedReduction:
+    def prepare(self, lengths: Sequence[int], arithmetic: Arithmetic) -> SharedReduction:
         stamp = arithmetic.stamp(lengths)
         cma = None
         if self.memory.suits([length * arithmetic.itemsize for length in lengths]):
             cma = CmaReduction(self._region, self.memory, arithmetic, lengths)
-        return PreparedReduction(self._sync, self._allocations, arithmetic, lengths, stamp, self._stage, cma)
+        return SharedReduction(self._sync, self._allocations, arithmetic, lengths, stamp, self._stage, cma)
 
     def allreduce(self, tensors: Sequence[torch.Tensor], arithmetic: Arithmetic) -> Coroutine[None]:
         tensors = [tensor for tensor in tensors if len(tensor)]

@@ -24,7 +24,7 @@ from hvlike.collectives.api.gradients import (
 from hvlike.collectives.compression import Compression, CompressorLike, check_compressor
 from hvlike.collectives.controller.inline_calls import inline_allreduces
 from hvlike.collectives.requests.process_set import ProcessSet
-from hvlike.collectives.requests.reduction import Average, Max, Min, Product, Reduction, Sum, reduction_of
+from hvlike.collectives.requests.reduction import Average, Max, Min, Product, ScaledOp, Sum, reduction_of
 from hvlike.collectives.requests.request import (
     Request,
     all_tensors,
@@ -335,7 +335,7 @@ def _begin(
     op: int | None,
     prescale_factor: float,
     postscale_factor: float,
-) -> tuple[Call, Reduction]:
+) -> tuple[Call, ScaledOp]:
     """Number the call before anything can be wrong with it, then look at what it asks for. Raises: UsageError."""
     call = begin(what, name, process_set)
     if average is not None:
@@ -350,7 +350,7 @@ def _begin(
 
 
 def _start(
-    call: Call, reduction: Reduction, tensors: Sequence[torch.Tensor], *, wake: bool = True, counted: bool = False
+    call: Call, reduction: ScaledOp, tensors: Sequence[torch.Tensor], *, wake: bool = True, counted: bool = False
 ) -> Operation:
     """Start reducing `tensors` in place. The handle returns the tensor of a single call, the list of a grouped one."""
     what, set_state, name, _, _ = call
@@ -363,12 +363,12 @@ def _start(
     return set_state.controller.submit(spec, name, tensors, finish, wake=wake, counted=counted)
 
 
-def _reduce_out_of_place(call: Call, reduction: Reduction, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+def _reduce_out_of_place(call: Call, reduction: ScaledOp, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     def forward(inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         result = synchronize(_start(call, reduction, [copy_of(each) for each in inputs], wake=False))
         return [result] if call.what == "allreduce" else result
 
-    def run(inputs: Sequence[torch.Tensor], suffix: str, reduction: Reduction) -> list[torch.Tensor]:
+    def run(inputs: Sequence[torch.Tensor], suffix: str, reduction: ScaledOp) -> list[torch.Tensor]:
         return _reduce_out_of_place(call.another(call.what, suffix), reduction, list(inputs))
 
     if not needs_gradient(tensors):

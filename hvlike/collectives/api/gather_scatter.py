@@ -23,7 +23,7 @@ from hvlike.backends.operation import Operation, synchronize
 from hvlike.collectives.api.gradients import Incoming, differentiable, follows_horovod
 from hvlike.collectives.compression import Compression, CompressorLike, check_compressor
 from hvlike.collectives.requests.process_set import ProcessSet
-from hvlike.collectives.requests.reduction import Adasum, Average, Reduction, Sum, reduction_of
+from hvlike.collectives.requests.reduction import Adasum, Average, ScaledOp, Sum, reduction_of
 from hvlike.collectives.requests.request import Request, check_before_compression, listed, needs_gradient, spec_of
 from hvlike.collectives.session.context import Call, begin
 from hvlike.errors import UnsupportedOpError, UsageError
@@ -289,7 +289,7 @@ def _with_rows(request: Request) -> list[tuple[torch.Tensor, Rows]]:
 def start_reduce(
     call: Call,
     tensors: Sequence[torch.Tensor],
-    reduction: Reduction,
+    reduction: ScaledOp,
     *,
     rows: Sequence[Rows] | None = None,
     wake: bool = True,
@@ -335,7 +335,7 @@ def gather_rows(call: Call, tensors: Sequence[torch.Tensor]) -> list[torch.Tenso
         rows = [gathered[index][0] for index in incoming]
         another = call.another(_like(call, "reducescatter"), "gradient")
         op = Average if follows_horovod(call.what, call.set_state.group, "1/size of") else Sum
-        found = reduce_rows(another, list(incoming.values()), Reduction(op, 1.0, 1.0), rows)
+        found = reduce_rows(another, list(incoming.values()), ScaledOp(op, 1.0, 1.0), rows)
         # A 0-dim tensor has given one row.
         return [each.reshape(gathered[index][1]) for index, each in zip(incoming, found, strict=True)]
 
@@ -343,7 +343,7 @@ def gather_rows(call: Call, tensors: Sequence[torch.Tensor]) -> list[torch.Tenso
 
 
 def reduce_rows(
-    call: Call, tensors: Sequence[torch.Tensor], reduction: Reduction, rows: Sequence[Rows] | None = None
+    call: Call, tensors: Sequence[torch.Tensor], reduction: ScaledOp, rows: Sequence[Rows] | None = None
 ) -> list[torch.Tensor]:
     """Reduce and keep the rows of this rank; recorded by autograd where a gradient may be asked for."""
 

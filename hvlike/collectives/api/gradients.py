@@ -17,7 +17,7 @@ from weakref import WeakSet
 
 import torch
 
-from hvlike.collectives.requests.reduction import Adasum, Max, Min, Product, Reduction, Sum
+from hvlike.collectives.requests.reduction import Adasum, Max, Min, Product, ScaledOp, Sum
 from hvlike.collectives.session.context import Context, current
 from hvlike.config import HOROVODS_OWN
 from hvlike.errors import UnsupportedOpError
@@ -27,7 +27,7 @@ from hvlike.version import page
 
 Incoming = Mapping[int, torch.Tensor]  # By the index of the output; whole numbers have none
 Gradient = Callable[[Incoming, Sequence[torch.Tensor]], Sequence[torch.Tensor]]
-Run = Callable[[Sequence[torch.Tensor], str, Reduction], list[torch.Tensor]]
+Run = Callable[[Sequence[torch.Tensor], str, ScaledOp], list[torch.Tensor]]
 
 
 @untraced
@@ -92,7 +92,7 @@ def follows_horovod(what: str, group: Group, factor: str) -> bool:
 
 
 def allreduce_gradient(
-    run: Run, reduction: Reduction, gradients: Incoming, tensors: Sequence[torch.Tensor]
+    run: Run, reduction: ScaledOp, gradients: Incoming, tensors: Sequence[torch.Tensor]
 ) -> list[torch.Tensor]:
     """`run` is another reduction of the same group, its name with a suffix; tensors: for Min, Max and Product."""
     if reduction.op is Adasum:
@@ -111,14 +111,14 @@ def allreduce_gradient(
 
 
 def _gradient_of_choice(
-    run: Run, reduction: Reduction, incoming: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
+    run: Run, reduction: ScaledOp, incoming: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
 ) -> list[torch.Tensor]:
     """To the elements that are the minimum or maximum, in equal parts where several ranks hold it."""
     total = run(incoming, "gradient", _SUM)
     # The result of the forward call may be rounded, by its factors or between nodes; without factors it is exact.
     op = reduction.op if reduction.prescale >= 0 else Min if reduction.op is Max else Max
     plain = [each.detach() for each in inputs]
-    best = run(plain, "choice", Reduction(op, 1.0, 1.0))
+    best = run(plain, "choice", ScaledOp(op, 1.0, 1.0))
     chosen = [(own == extreme).to(gradient.dtype) for own, extreme, gradient in zip(plain, best, incoming, strict=True)]
     ties = run(chosen, "ties", _SUM)
     scale = reduction.prescale * reduction.postscale
@@ -126,7 +126,7 @@ def _gradient_of_choice(
 
 
 def _gradient_of_product(
-    run: Run, reduction: Reduction, incoming: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
+    run: Run, reduction: ScaledOp, incoming: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
 ) -> list[torch.Tensor]:
     """For each element the product over all other ranks, right also where some are zero."""
     if torch.is_grad_enabled():
@@ -137,7 +137,7 @@ def _gradient_of_product(
     scaled = [each * reduction.prescale for each in inputs]
     is_zero = [each == 0 for each in scaled]
     without_zeros = [torch.where(zero, torch.ones_like(each), each) for each, zero in zip(scaled, is_zero, strict=True)]
-    products = run(without_zeros, "product", Reduction(Product, 1.0, 1.0))
+    products = run(without_zeros, "product", ScaledOp(Product, 1.0, 1.0))
     zeros = run([zero.to(torch.int32) for zero in is_zero], "zeros", _SUM)
     scale = reduction.prescale * reduction.postscale
     result = []
@@ -148,4 +148,4 @@ def _gradient_of_product(
     return result
 
 
-_SUM = Reduction(Sum, 1.0, 1.0)
+_SUM = ScaledOp(Sum, 1.0, 1.0)

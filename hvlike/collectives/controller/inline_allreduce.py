@@ -28,7 +28,7 @@ from hvlike.transport.memory.own_memory import has_memory
 _COMPLEX = (torch.complex64, torch.complex128)
 
 
-class _Plan(NamedTuple):
+class _BoardPlan(NamedTuple):
     number: int  # The same on all ranks for the same kind
     spec: RequestSpec
     arithmetic: Arithmetic
@@ -36,11 +36,11 @@ class _Plan(NamedTuple):
     at_once: InlineReduction | None
 
 
-class _Piece(NamedTuple):
+class _BoardPiece(NamedTuple):
     """A plain tensor in one row, where one was. It keeps no memory: a tensor that is there now does."""
 
     call: tuple[torch.Size, torch.dtype, int | None, float, float]  # Shape, dtype, op, prescale and postscale
-    plan: _Plan
+    plan: _BoardPlan
     at_once: InlineReduction | None
     is_complex: bool
     nbytes: int
@@ -49,7 +49,7 @@ class _Piece(NamedTuple):
     calls: tuple[list[KernelCall], ...]  # What reduces the ranks' copies to it
 
 
-class InlineAllreduce(InlineCalls[_Plan]):
+class InlineAllreduce(InlineCalls[_BoardPlan]):
     def __init__(
         self, controller: Controller, agreement: BoardAgreement, inline: InlineEngine, recorder: Recorder, size: int
     ) -> None:
@@ -57,7 +57,7 @@ class InlineAllreduce(InlineCalls[_Plan]):
         super().__init__(controller, agreement, recorder, size)
         self._inline = inline
         self._board = inline.board
-        self._pieces: dict[int, _Piece] = {}
+        self._pieces: dict[int, _BoardPiece] = {}
         self._run = SilentErrstate().run
         agreement.open(inline.board, inline.others)
 
@@ -133,15 +133,15 @@ class InlineAllreduce(InlineCalls[_Plan]):
                 self._busy, self._interrupt = False, None
         return True
 
-    def _plan(self, arithmetic: Arithmetic, elements: int, spec: RequestSpec) -> _Plan:
+    def _plan(self, arithmetic: Arithmetic, elements: int, spec: RequestSpec) -> _BoardPlan:
         number = code_of(repr(spec))
         small = self._inline.is_small(elements * arithmetic.itemsize)
         copies = self._inline.copies(arithmetic, elements) if small else None
-        return _Plan(number, spec, arithmetic, copies, self._inline.at_once(arithmetic, elements, number))
+        return _BoardPlan(number, spec, arithmetic, copies, self._inline.at_once(arithmetic, elements, number))
 
     def _piece(
         self, tensor: torch.Tensor, address: int, op: int | None, prescale: float, postscale: float
-    ) -> _Piece | None:
+    ) -> _BoardPiece | None:
         """What is known of a plain tensor at an address, from now on; None where its kind is not known."""
         if not has_memory(tensor):
             return None
@@ -159,7 +159,7 @@ class InlineAllreduce(InlineCalls[_Plan]):
             slots, elements = self._inline.slots(nbytes), plan.arithmetic.over(raw)
             calls = tuple(plan.arithmetic.calls(copies, elements) for copies in plan.copies)
         call = shape, dtype, op, prescale, postscale
-        piece = _Piece(call, plan, plan.at_once, dtype in _COMPLEX, nbytes, raw.data, slots, calls)
+        piece = _BoardPiece(call, plan, plan.at_once, dtype in _COMPLEX, nbytes, raw.data, slots, calls)
         self._pieces[address] = piece
         return piece
 
@@ -195,7 +195,7 @@ class InlineAllreduce(InlineCalls[_Plan]):
             raise
         return look(index) or False
 
-    def _reduce(self, piece: _Piece, address: int, index: int, name: str, *, shared: bool) -> None:
+    def _reduce(self, piece: _BoardPiece, address: int, index: int, name: str, *, shared: bool) -> None:
         """A tensor that is not small, on the backend; where a peer is slow, wait with reports of who is missing."""
         queue = self._inline.queue
         self._positions.entered[INLINE] = index

@@ -39,7 +39,10 @@ HURRY_SECONDS = 0.05
 """How long a rank waits for the others' offers. Then they are negotiated, which finds deadlocks and stalls."""
 
 
-class _Plan(NamedTuple):
+Words = tuple[int, int, int, int]  # Of an offer: the number of its operation, kind and name, and one that is not used
+
+
+class _MessagePlan(NamedTuple):
     number: int  # The same on all ranks for the same kind
     spec: RequestSpec
     arithmetic: Arithmetic
@@ -48,7 +51,7 @@ class _Plan(NamedTuple):
     is_halved: bool
 
 
-class _Piece(NamedTuple):
+class _MessagePiece(NamedTuple):
     """A tensor where it lies. It keeps no memory: a tensor that is there now does."""
 
     sent: Array | None  # Goes with the offer
@@ -56,7 +59,7 @@ class _Piece(NamedTuple):
     elements: Piece
 
 
-class InlineMessages(InlineCalls[_Plan]):
+class InlineMessages(InlineCalls[_MessagePlan]):
     def __init__(
         self,
         controller: Controller,
@@ -75,7 +78,7 @@ class InlineMessages(InlineCalls[_Plan]):
         peers = {position: rank for position, rank in enumerate(group.ranks) if position != group.rank}
         sizes = (SMALL_BYTES, HALVED_BYTES // 2) if group.size == 2 else (0, 0)
         self._offers = Offers(comm, fabric.world.mpi.BYTE, peers, sizes, fabric.traffic, agreement.take)
-        self._pieces: dict[tuple[int, int], _Piece] = {}  # By address and kind
+        self._pieces: dict[tuple[int, int], _MessagePiece] = {}  # By address and kind
         self._run = SilentErrstate().run
         self._begun = False  # Whether the offer was sent
         self._wanted = -1  # The operation whose offer is to be sent
@@ -138,15 +141,15 @@ class InlineMessages(InlineCalls[_Plan]):
         self._loop.remove_source(self._offers.progress, self._offers.is_unfinished)
         self._offers.close()
 
-    def _plan(self, arithmetic: Arithmetic, elements: int, spec: RequestSpec) -> _Plan:
+    def _plan(self, arithmetic: Arithmetic, elements: int, spec: RequestSpec) -> _MessagePlan:
         nbytes = elements * arithmetic.itemsize
         is_small = self._size == 2 and nbytes <= SMALL_BYTES
         number = code_of(repr(spec))
-        return _Plan(
+        return _MessagePlan(
             number, spec, arithmetic, nbytes, is_small, self._size == 2 and SMALL_BYTES < nbytes <= HALVED_BYTES
         )
 
-    def _piece(self, address: int, plan: _Plan) -> _Piece:
+    def _piece(self, address: int, plan: _MessagePlan) -> _MessagePiece:
         if len(self._pieces) >= MOST_KNOWN:
             self._pieces.clear()
         own = bytes_at(address, plan.nbytes)
@@ -155,11 +158,17 @@ class InlineMessages(InlineCalls[_Plan]):
             itemsize = plan.arithmetic.itemsize
             middle = plan.nbytes // itemsize // 2 * itemsize
             own, sent = (own[:middle], own[middle:]) if self._is_first else (own[middle:], own[:middle])
-        piece = self._pieces[address, plan.number] = _Piece(sent, own, plan.arithmetic.over(own))
+        piece = self._pieces[address, plan.number] = _MessagePiece(sent, own, plan.arithmetic.over(own))
         return piece
 
     def _agree(
-        self, index: int, words: tuple[int, int, int, int], plan: _Plan, piece: _Piece, tensor: torch.Tensor, name: str
+        self,
+        index: int,
+        words: Words,
+        plan: _MessagePlan,
+        piece: _MessagePiece,
+        tensor: torch.Tensor,
+        name: str,
     ) -> bool | None:
         """Send the offer and wait for the answer; where it is yes, exchange the halves of a tensor that has them."""
         agreement, loop = self._agreement, self._loop
@@ -196,7 +205,12 @@ class InlineMessages(InlineCalls[_Plan]):
         return agreement.answer
 
     def _steps(
-        self, index: int, words: tuple[int, int, int, int], plan: _Plan, piece: _Piece, tensor: torch.Tensor
+        self,
+        index: int,
+        words: Words,
+        plan: _MessagePlan,
+        piece: _MessagePiece,
+        tensor: torch.Tensor,
     ) -> Coroutine[None]:
         agreement, offers = self._agreement, self._offers
         if self._wanted != index:
@@ -216,7 +230,7 @@ class InlineMessages(InlineCalls[_Plan]):
         while not (offers.sent() or agreement.stopped):
             yield offers.progress()
 
-    def _exchange(self, arithmetic: Arithmetic, piece: _Piece, tensor: torch.Tensor) -> Coroutine[None]:
+    def _exchange(self, arithmetic: Arithmetic, piece: _MessagePiece, tensor: torch.Tensor) -> Coroutine[None]:
         """Each rank has sent the half that the other one reduces."""
         offers, peer = self._offers, int(self._is_first)
         data = self._received()

@@ -19,7 +19,7 @@ from hvlike.backends.op_queue import OpQueues
 from hvlike.collectives.requests import collective_jobs
 from hvlike.collectives.requests.collective_jobs import Strides
 from hvlike.collectives.requests.message_table import Response
-from hvlike.collectives.requests.reduction import Reduction
+from hvlike.collectives.requests.reduction import ScaledOp
 from hvlike.collectives.requests.request import Request, RequestSpec
 from hvlike.config import Config
 from hvlike.errors import LaunchError
@@ -27,7 +27,7 @@ from hvlike.transport.loop.coroutine import Coroutine
 from hvlike.transport.world import Group
 
 if TYPE_CHECKING:
-    from hvlike.backends.cuda.opening import Choice, DeviceBackends
+    from hvlike.backends.cuda.opening import BackendChoice, DeviceBackends
 
 
 Agreed = tuple[Request, Response]
@@ -54,7 +54,7 @@ class ExecutionSite:
         return self._devices
 
     @property
-    def device_choice(self) -> Choice | None:
+    def device_choice(self) -> BackendChoice | None:
         """The backend that was chosen for them, and why; None before the first one."""
         return None if self._devices is None else self._devices.choice
 
@@ -88,8 +88,8 @@ def gathered_bytes(agreed: Agreed) -> int:
     return nbytes
 
 
-def reduction_of_spec(spec: RequestSpec) -> Reduction:
-    return Reduction(ReduceOp(spec.op), spec.prescale, spec.postscale)
+def reduction_of_spec(spec: RequestSpec) -> ScaledOp:
+    return ScaledOp(ReduceOp(spec.op), spec.prescale, spec.postscale)
 
 
 def run_allreduce(site: ExecutionSite, batch: Sequence[Agreed], backend: Backend) -> Coroutine[None]:

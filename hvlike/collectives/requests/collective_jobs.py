@@ -16,7 +16,7 @@ from hvlike.backends.base import Backend, PreparedReduction
 from hvlike.backends.cuda.device_backend import home_of, in_host_memory
 from hvlike.backends.fusion_buffer import FusionBuffer
 from hvlike.backends.op_queue import Job, OpQueue
-from hvlike.collectives.requests.reduction import Operand, Reduction, arithmetic_of, reduce_operands, working_dtype
+from hvlike.collectives.requests.reduction import Operand, ScaledOp, arithmetic_of, reduce_operands, working_dtype
 from hvlike.transport.loop.coroutine import Coroutine
 from hvlike.transport.memory.own_memory import has_memory
 from hvlike.transport.world import Group
@@ -39,9 +39,9 @@ class PlainAllreduces:
 
     def __init__(self, queue: OpQueue) -> None:
         self._queue = queue
-        self._known: dict[tuple[int, torch.dtype, Reduction], PreparedReduction | None] = {}
+        self._known: dict[tuple[int, torch.dtype, ScaledOp], PreparedReduction | None] = {}
 
-    def job(self, tensor: torch.Tensor, reduction: Reduction, check: Callable[[], None] = lambda: None) -> Job | None:
+    def job(self, tensor: torch.Tensor, reduction: ScaledOp, check: Callable[[], None] = lambda: None) -> Job | None:
         """The job that reduces a tensor where it lies; None for what is not plain, or is converted first.
 
         check: called before a kind of reduction is prepared; it may raise.
@@ -56,7 +56,7 @@ class PlainAllreduces:
             prepared = self._prepare(*kind)
         return None if prepared is None else lambda backend: prepared.run([tensor.data_ptr()], None, [tensor])
 
-    def _prepare(self, length: int, dtype: torch.dtype, reduction: Reduction) -> PreparedReduction | None:
+    def _prepare(self, length: int, dtype: torch.dtype, reduction: ScaledOp) -> PreparedReduction | None:
         prepared, queue = None, self._queue
         op, prescale, postscale = reduction
         if op is not ReduceOp.ADASUM and working_dtype(dtype, op) is dtype and length:
@@ -72,7 +72,7 @@ def allreduce(
     group: Group,
     tensors: Tensors,
     strides: Sequence[Strides],
-    reduction: Reduction,
+    reduction: ScaledOp,
     packer: FusionBuffer,
     backend: Backend,
 ) -> Coroutine[None]:
@@ -93,7 +93,7 @@ def allreduce(
 
 
 def reduce_scatter(
-    group: Group, outputs: Tensors, inputs: Sequence[Tensors], reduction: Reduction, backend: Backend
+    group: Group, outputs: Tensors, inputs: Sequence[Tensors], reduction: ScaledOp, backend: Backend
 ) -> Coroutine[None]:
     """Reduce `inputs[i][r]` over the ranks into `outputs[i]` of position r. The inputs are only read."""
     op, prescale, postscale = reduction

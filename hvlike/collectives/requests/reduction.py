@@ -101,17 +101,17 @@ Max = ReduceOp.MAX
 Product = ReduceOp.PRODUCT
 
 
-class Reduction(NamedTuple):
+class ScaledOp(NamedTuple):
     op: AnyOp  # result = postscale * op over ranks of (prescale * tensor)
     prescale: float
     postscale: float
 
 
-def reduction_of(op: int, prescale_factor: float, postscale_factor: float) -> Reduction:
+def reduction_of(op: int, prescale_factor: float, postscale_factor: float) -> ScaledOp:
     """What a caller asks for. Raises: UsageError."""
     chosen = op if type(op) is ReduceOp else reduce_op(op)
     try:
-        return Reduction(chosen, float(prescale_factor), float(postscale_factor))
+        return ScaledOp(chosen, float(prescale_factor), float(postscale_factor))
     except (TypeError, ValueError, RuntimeError):
         given = f"prescale_factor={prescale_factor!r}, postscale_factor={postscale_factor!r}"
         raise WrongTypeError(f"prescale_factor and postscale_factor: expected numbers, got {given}.") from None
@@ -132,7 +132,7 @@ def check_adasum(dtype: torch.dtype) -> None:
         )
 
 
-def check_reduction(kind: str, name: str, reduction: Reduction, dtypes: list[torch.dtype]) -> None:
+def check_reduction(kind: str, name: str, reduction: ScaledOp, dtypes: list[torch.dtype]) -> None:
     """Refuse a reduction that is not defined on these dtypes, or factors it cannot take."""
     if math.isnan(reduction.prescale) or math.isnan(reduction.postscale):
         raise UsageError(

@@ -17,7 +17,7 @@ import torch
 from hvlike.backends.cuda.runtime import Event
 from hvlike.backends.op_queue import Job
 from hvlike.backends.operation import Operation
-from hvlike.collectives.requests.reduction import Reduction, check_reduction, is_dense
+from hvlike.collectives.requests.reduction import ScaledOp, check_reduction, is_dense
 from hvlike.errors import UsageError, WrongTypeError
 from hvlike.system.system import system
 from hvlike.transport.memory.dtypes import dtype_name, element_of
@@ -117,7 +117,7 @@ def spec_of(
     name: str,
     tensors: Sequence[torch.Tensor],
     *,
-    reduction: Reduction | None = None,
+    reduction: ScaledOp | None = None,
     written: bool = False,
     root: int = -1,
     detail: Any = None,

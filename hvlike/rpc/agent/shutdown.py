@@ -71,7 +71,7 @@ class Report(NamedTuple):
     present: frozenset[int]  # The workers it counts: those that it has not seen leave
 
 
-class Wave(NamedTuple):
+class ShutdownWave(NamedTuple):
     """Which reports belong together."""
 
     phase: str
@@ -100,12 +100,12 @@ class Termination:
         self._worker = worker
         self._tell = tell
         self._later = later
-        self._wave: Wave | None = None
+        self._wave: ShutdownWave | None = None
         self._ended: Callable[[], None] | None = None  # None: this worker is not in its shutdown, or not now
         self._over: set[str] = set()
         self._before: tuple[int, int] | None = None
         self._reported = False
-        self._reports: dict[Wave, dict[int, Report]] = {}
+        self._reports: dict[ShutdownWave, dict[int, Report]] = {}
 
     def begin(self, phase: str, ended: Callable[[], None]) -> None:
         """This worker has come to the end of `phase`; calls `ended` when all have and the session is quiet. After a
@@ -116,7 +116,7 @@ class Termination:
             ended()
             return
         if self._wave is None or self._wave.phase != phase:
-            self._begin_wave(Wave(phase, 0, min(self._worker.present)))
+            self._begin_wave(ShutdownWave(phase, 0, min(self._worker.present)))
         self.check()
 
     def pause(self) -> None:
@@ -131,7 +131,7 @@ class Termination:
         present = worker.present
         if min(present) != self._wave.coordinator:
             # The coordinator is gone; the next one begins anew.
-            self._begin_wave(Wave(self._wave.phase, 0, min(present)))
+            self._begin_wave(ShutdownWave(self._wave.phase, 0, min(present)))
         if not self._reported and worker.is_idle:
             self._reported = True
             sent, received = (sum(count[rank] for rank in present) for count in (worker.sent, worker.received))
@@ -144,7 +144,7 @@ class Termination:
         if worker.rank == self._wave.coordinator and present <= reports.keys():
             self._judge(self._wave, [reports[rank] for rank in sorted(present)])
 
-    def hear_report(self, source: int, wave: Wave, report: Report) -> None:
+    def hear_report(self, source: int, wave: ShutdownWave, report: Report) -> None:
         """Another worker has reported, perhaps before this one has come so far."""
         if wave.phase in self._over:
             self._tell(source, WAVE_RESULT, wave, True)
@@ -155,7 +155,7 @@ class Termination:
             self.hear_result(self._wave, True)
         self.check()
 
-    def hear_result(self, wave: Wave, over: bool) -> None:
+    def hear_result(self, wave: ShutdownWave, over: bool) -> None:
         """The coordinator has judged a wave."""
         if wave != self._wave:
             return
@@ -174,7 +174,7 @@ class Termination:
             self._before = before
             self._later(self.check, wave.number)
 
-    def _judge(self, wave: Wave, reports: list[Report]) -> None:
+    def _judge(self, wave: ShutdownWave, reports: list[Report]) -> None:
         now = totals(reports)
         over = is_quiet(self._before, now)
         self._before = now
@@ -183,7 +183,7 @@ class Termination:
             self._tell(rank, WAVE_RESULT, wave, over)
         self.hear_result(wave, over)
 
-    def _begin_wave(self, wave: Wave) -> None:
+    def _begin_wave(self, wave: ShutdownWave) -> None:
         self._wave = wave
         self._before = None
         self._reported = False

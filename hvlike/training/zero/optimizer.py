@@ -43,7 +43,7 @@ from hvlike.training.zero.exchange import (
     warn_if_gradients_differ,
 )
 from hvlike.training.zero.sharded_state import ShardedState, StateLock, state_service
-from hvlike.training.zero.steps import Steps, StepShare
+from hvlike.training.zero.steps import ShardedSteps, StepShare
 
 _log = logging.getLogger("hvlike")
 
@@ -404,7 +404,7 @@ class ZeroRedundancyOptimizer(ShardedState, BuiltInJoinable):
         reduction = GradientReduction(self._partition, self.rank) if self.reduces_gradients else None
         # No reference cycle: an optimizer that is dropped is freed at once, on every rank.
         step_absent: WeakMethod[StepShare] = WeakMethod(self._step_absent)
-        self._steps = Steps(self._queue, self._partition, self.rank, exchange, reduction, step_absent)
+        self._steps = ShardedSteps(self._queue, self._partition, self.rank, exchange, reduction, step_absent)
         self._queue.stand_in = self._steps.stand_in
         self._queue.options = WeakMethod(self._options)
         if self.world_size > 1:

@@ -48,7 +48,7 @@ class StepCommand(NamedTuple):
 StepShare = Callable[[GroupOptions, dict[str, Any], Mapping[Tensor, Tensor | None]], None]
 
 
-class Steps:
+class ShardedSteps:
     def __init__(
         self,
         queue: PlannedQueue,

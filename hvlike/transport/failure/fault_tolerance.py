@@ -7,8 +7,8 @@ lost process fail, and the survivors can make a new communicator:
     Agree    one answer for all survivors, whoever is lost meanwhile
     Shrink   a communicator of the survivors; works on a revoked one
 
-`Job` holds the communicator from which every World is made, across restarts. Those of the World are `Communicator`s,
-which hide failures (fault_tolerant_comm.py).
+`Job` holds the communicator from which every World is made, across restarts. Those of the World hide failures
+(`FaultTolerantCommunicator`).
 
 Open MPI learns of a lost process by an event of PMIx, the protocol between a process and the daemon of the launcher
 that has started it. From behind a cut link no event comes, nor where a wrapper stands between launcher and rank, and
@@ -36,7 +36,7 @@ import numpy as np
 from hvlike.errors import LaunchError, PeerLeftError, UsageError
 from hvlike.observe import printing
 from hvlike.system.system import of_process, system
-from hvlike.transport.failure.fault_tolerant_comm import GARBAGE, Communicator, is_failure
+from hvlike.transport.failure.fault_tolerant_comm import GARBAGE, FaultTolerantCommunicator, is_failure
 from hvlike.transport.host import launchers, topology
 from hvlike.transport.host.mpi_library import ForkMark, mapped_files
 from hvlike.version import page
@@ -190,7 +190,7 @@ class Job:
         self.last_loss = -math.inf  # Of system.monotonic()
         if RUNNING.job is None:
             system.at_exit(_finalize_current)
-        self._made: list[Communicator] = []
+        self._made: list[FaultTolerantCommunicator] = []
         self._left: list[Any] = []
 
     @property
@@ -207,9 +207,9 @@ class Job:
         comm.Set_errhandler(self.mpi.ERRORS_RETURN)
         return self._adopt(comm)
 
-    def _adopt(self, comm: Any) -> Communicator:
+    def _adopt(self, comm: Any) -> FaultTolerantCommunicator:
         # One that is being made must not be used yet; it inherits the error handler.
-        adopted = Communicator(self.mpi, comm, self._adopt)
+        adopted = FaultTolerantCommunicator(self.mpi, comm, self._adopt)
         self._made.append(adopted)
         return adopted
 
@@ -313,7 +313,7 @@ class Job:
         self.only_spares = bool(agreement.flag[0] & _SPARE)
         return bool(agreement.flag[0] & 1)
 
-    def release_spares(self, comm: Communicator) -> None:
+    def release_spares(self, comm: FaultTolerantCommunicator) -> None:
         """Go on without spares, which end, in the communicator of those that train. Local, after all have agreed."""
         if self.spares:
             self._left.append(self.comm)

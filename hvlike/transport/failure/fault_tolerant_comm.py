@@ -31,10 +31,10 @@ def is_failure(mpi: ModuleType, error: BaseException) -> bool:
     return error.Get_error_class() in kinds
 
 
-class Request:
+class WatchedRequest:
     """A request of mpi4py that is only looked at, and kept by its communicator until it has ended well."""
 
-    def __init__(self, owner: Communicator, request: Any, *, is_collective: bool = False) -> None:
+    def __init__(self, owner: FaultTolerantCommunicator, request: Any, *, is_collective: bool = False) -> None:
         self._owner = owner
         self._request = request
         self._is_collective = is_collective
@@ -78,7 +78,7 @@ class Request:
 class PersistentRequest:
     """One that is started again and again. A failure does not free it, so it need not be looked at first."""
 
-    def __init__(self, owner: Communicator, request: Any) -> None:
+    def __init__(self, owner: FaultTolerantCommunicator, request: Any) -> None:
         self._owner = owner
         self._request = request
         self._has_failed = False
@@ -131,7 +131,7 @@ class _Lost:
 
 
 class _Message:
-    def __init__(self, owner: Communicator, message: Any) -> None:
+    def __init__(self, owner: FaultTolerantCommunicator, message: Any) -> None:
         self._owner = owner
         self._message = message
 
@@ -139,23 +139,23 @@ class _Message:
         return self._owner.started(lambda: self._message.Irecv(buffer))
 
 
-class Communicator:
+class FaultTolerantCommunicator:
     """A communicator of mpi4py whose non-blocking calls do not raise when a process is lost."""
 
-    def __init__(self, mpi: ModuleType, comm: Any, adopt: Callable[[Any], Communicator]) -> None:
+    def __init__(self, mpi: ModuleType, comm: Any, adopt: Callable[[Any], FaultTolerantCommunicator]) -> None:
         """adopt: has another one revoked with this one, and returns what to use in its place."""
         self.mpi = mpi
         self.comm = comm
         self.status = mpi.Status()
-        self.pending: set[Request] = set()
+        self.pending: set[WatchedRequest] = set()
         self.persistent: set[PersistentRequest] = set()
-        self._making: Request | None = None
+        self._making: WatchedRequest | None = None
         self._adopt = adopt
 
     def started(self, start: Callable[[], Any], *, is_collective: bool = False) -> Any:
         """The request that `start` makes."""
         try:
-            return Request(self, start(), is_collective=is_collective)
+            return WatchedRequest(self, start(), is_collective=is_collective)
         except self.mpi.Exception as error:
             if not is_failure(self.mpi, error):
                 raise
@@ -191,10 +191,10 @@ class Communicator:
             return None
         return None if message is None else _Message(self, message)
 
-    def Idup(self) -> tuple[Communicator, Any]:
+    def Idup(self) -> tuple[FaultTolerantCommunicator, Any]:
         copy, request = self.comm.Idup()
         adopted = self._adopt(copy)
-        adopted._making = Request(self, request, is_collective=True)
+        adopted._making = WatchedRequest(self, request, is_collective=True)
         return adopted, adopted._making
 
     @property

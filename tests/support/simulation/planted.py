@@ -159,8 +159,8 @@ PLANTS = [
         "a duplicate is used before it is made",
         (
             "transport/failure/fault_tolerance.py",
-            "        adopted = Communicator(self.mpi, comm, self._adopt)\n",
-            "        adopted = Communicator(self.mpi, comm, self.adopt)\n",
+            "        adopted = FaultTolerantCommunicator(self.mpi, comm, self._adopt)\n",
+            "        adopted = FaultTolerantCommunicator(self.mpi, comm, self.adopt)\n",
         ),
         kinds=("elastic",),
     ),

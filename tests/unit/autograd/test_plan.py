@@ -7,10 +7,10 @@ import random
 import pytest
 from unit.autograd.test_graph import graph
 
-from hvlike.autograd.graph import Plan, Scan, clear, plan
+from hvlike.autograd.graph import BackwardPlan, Scan, clear, plan
 
 
-def planned(text: str, order: str, done: str = "") -> Plan[str] | None:
+def planned(text: str, order: str, done: str = "") -> BackwardPlan[str] | None:
     return plan(graph(text), order, {*order, *done}, str.isupper, "RS".__contains__, "P".__contains__)
 
 
@@ -37,7 +37,7 @@ def planned(text: str, order: str, done: str = "") -> Plan[str] | None:
 def test_what_runs(
     text: str, order: str, nodes: str, later: str, boundaries: dict[str, list[int]], partial: str
 ) -> None:
-    assert planned(text, order) == Plan(list(nodes), list(later), boundaries, list(partial))
+    assert planned(text, order) == BackwardPlan(list(nodes), list(later), boundaries, list(partial))
 
 
 @pytest.mark.parametrize(("text", "order"), [("a: b", ""), ("a: x", "a"), ("a: L x", "aL")])
@@ -46,7 +46,7 @@ def test_nothing_runs_when_nobody_waits_for_it_and_it_would_have_to_be_cut(text:
 
 
 def test_children_that_have_run_are_no_obstacle() -> None:
-    assert planned("a: R b", "aR", done="b") == Plan(["a", "R"], [])
+    assert planned("a: R b", "aR", done="b") == BackwardPlan(["a", "R"], [])
 
 
 def test_every_node_runs_once_after_its_parents_and_urgent_ones_as_soon_as_they_can() -> None:

@@ -10,9 +10,9 @@ import torch
 from hvlike.backends.arithmetic.arithmetic import Arithmetic
 from hvlike.backends.base import SoloBackend
 from hvlike.collectives.requests.collective_jobs import MOST_PREPARED, PlainAllreduces, is_plain
-from hvlike.collectives.requests.reduction import Adasum, Average, Reduction, Sum
+from hvlike.collectives.requests.reduction import Adasum, Average, ScaledOp, Sum
 
-SUM = Reduction(Sum, 1.0, 1.0)
+SUM = ScaledOp(Sum, 1.0, 1.0)
 
 
 @pytest.mark.parametrize(
@@ -79,12 +79,12 @@ def test_what_a_check_refuses_is_asked_again() -> None:
     ("tensor", "reduction"),
     [
         (torch.ones(0), SUM),
-        (torch.ones(3), Reduction(Adasum, 1.0, 1.0)),
-        (torch.ones(3, dtype=torch.int8), Reduction(Average, 1.0, 1.0)),
+        (torch.ones(3), ScaledOp(Adasum, 1.0, 1.0)),
+        (torch.ones(3, dtype=torch.int8), ScaledOp(Average, 1.0, 1.0)),
         (torch.ones(4, 3).t(), SUM),
     ],
 )
-def test_what_goes_through_a_copy_has_no_job_here(tensor: torch.Tensor, reduction: Reduction) -> None:
+def test_what_goes_through_a_copy_has_no_job_here(tensor: torch.Tensor, reduction: ScaledOp) -> None:
     plain, backend = allreduces()
     assert plain.job(tensor, reduction) is None
     assert not backend.lengths

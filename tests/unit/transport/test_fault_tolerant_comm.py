@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from hvlike.transport.failure.fault_tolerant_comm import Communicator, is_failure
+from hvlike.transport.failure.fault_tolerant_comm import FaultTolerantCommunicator, is_failure
 
 
 def test_what_a_loss_has_left_of_a_pickle_is_a_failure() -> None:
@@ -54,7 +54,7 @@ class Started:
         self.freed = True
 
 
-def communicator(request: Started, *, revoked: bool = False) -> Communicator:
+def communicator(request: Started, *, revoked: bool = False) -> FaultTolerantCommunicator:
     """A communicator that makes this request."""
     failed = SimpleNamespace(size=0)
     comm: Any = SimpleNamespace(
@@ -69,7 +69,7 @@ def communicator(request: Started, *, revoked: bool = False) -> Communicator:
         ERR_PROC_FAILED_PENDING=76,
         ERR_REVOKED=77,
     )
-    return Communicator(mpi, comm, lambda each: each)
+    return FaultTolerantCommunicator(mpi, comm, lambda each: each)
 
 
 def test_a_persistent_request_of_a_lost_rank_never_ends_and_is_not_freed() -> None:

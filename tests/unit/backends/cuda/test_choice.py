@@ -2,7 +2,7 @@
 
 import pytest
 
-from hvlike.backends.cuda.opening import Choice, DeviceFacts, choose_backend, why_not_nccl
+from hvlike.backends.cuda.opening import BackendChoice, DeviceFacts, choose_backend, why_not_nccl
 from hvlike.errors import LaunchError
 
 A, B = DeviceFacts("one", "gpu-a", 22703, ""), DeviceFacts("one", "gpu-b", 22703, "")
@@ -42,7 +42,7 @@ def test_the_reason_names_ranks_and_what_to_do(facts: list[DeviceFacts], words: 
     ranks = [4, 5, 6][: len(facts)]
     reason = why_not_nccl(facts, ranks)
     assert all(word in reason for word in words), reason
-    assert choose_backend(facts, ranks, "auto") == Choice("staged", reason)
+    assert choose_backend(facts, ranks, "auto") == BackendChoice("staged", reason)
     with pytest.raises(LaunchError) as caught:
         choose_backend(facts, ranks, "nccl")
     assert reason in str(caught.value)
