@@ -83,47 +83,37 @@ class BucketPacker:
         self._strides: list[Strides] = []
         self._filled: list[int] = []
 
-    def in_memory(self, tensors: Sequence[torch.Tensor]) -> list[int] | None:
-        """Where these tensors begin, which are reduced as they are; None where one has to be looked at."""
-        if self._reduction is None or len(self._filled) < len(tensors) or not self.fits(tensors):
+    def in_memory(self, tensors: Sequence[torch.Tensor]) -> ActiveJob | None:
+        """The job for these tensors where they are reduced as they are; None where one has to be looked at."""
+        reduction = self._reduction
+        if reduction is None or len(self._filled) < len(tensors) or not self.fits(tensors):
             return None
-        addresses = list(map(_address, tensors))
-        return addresses if all(addresses) else None
+        addresses, run = list(map(_address, tensors)), reduction.run
+        return (lambda backend, active: run(addresses, active, tensors)) if all(addresses) else None
 
     def allreduce(self, backend: Backend, tensors: Sequence[torch.Tensor], *, active: int | None) -> Coroutine[int]:
         """Reduce dense tensors in place; the same shapes, and the same backend every time, on every rank.
 
         active, and what it returns: as PreparedReduction.run.
         """
-        addresses = self.in_memory(tensors)
-        if addresses is not None:
-            return (yield from self.run(backend, tensors, addresses, active))
         shapes = list(map(_shape, tensors))
         if shapes != self._shapes:
             self._lay_out(shapes, backend)
-        if self._reduction is None:
+        reduction, filled = self._reduction, [tensors[index] for index in self._filled]
+        if reduction is None:
             return 0 if active is None else (yield from backend.count_active(active))
-        filled = tensors if len(self._filled) == len(tensors) else [tensors[index] for index in self._filled]
-        if self.fits(tensors):
-            return (yield from self.run(backend, filled, list(map(_address, filled)), active))
-        if self._exact:
-            self._check_dtypes(tensors)
-        dtype, home = self._arithmetic.dtype, self._home
-        operands = [Operand(tensors[index], self._strides[index], dtype, home) for index in self._filled]
-        work = [operand.work for operand in operands]
-        count = yield from self.run(backend, work, list(map(_address, work)), active)
+        operands: list[Operand] = []
+        if not self.fits(tensors):
+            if self._exact:
+                self._check_dtypes(tensors)
+            dtype, home = self._arithmetic.dtype, self._home
+            operands = [Operand(tensors[index], self._strides[index], dtype, home) for index in self._filled]
+            filled = [operand.work for operand in operands]
+        with phase(backend, f"{backend.name}_ALLREDUCE", filled):
+            count = yield from reduction.run(list(map(_address, filled)), active, filled)
         for operand in operands:
             operand.write_back()
         return count
-
-    def run(
-        self, backend: Backend, tensors: Sequence[torch.Tensor], addresses: list[int], active: int | None
-    ) -> Coroutine[int]:
-        """Reduce what `in_memory` has found to be as agreed; all of that."""
-        reduction = self._reduction
-        assert reduction is not None
-        with phase(backend, f"{backend.name}_ALLREDUCE", tensors):
-            return (yield from reduction.run(addresses, active, tensors))
 
     def fits(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Whether all lie where the backend has its tensors, as agreed. Asked in every step: no Python for each."""
@@ -185,9 +175,6 @@ class Part(NamedTuple):
 
     pick: Callable[[Any], Sequence[torch.Tensor]]  # Chooses them from those of all entries
     packer: BucketPacker
-
-
-Placed = tuple[Sequence[torch.Tensor], list[int]]  # The tensors of a part and where they begin
 
 
 @dataclass(frozen=True)
@@ -256,48 +243,31 @@ class Bucket:
         """No compressor with a life of its own, no Adasum: one step into the job nothing but copies has begun."""
         return self._parts is not None
 
-    def in_memory(self, tensors: Sequence[torch.Tensor]) -> list[Placed] | None:
-        """The tensors of each part, from those of all entries, if all are reduced as they are; else None."""
-        if self._parts is None:
-            return None
-        placed = []
-        for part in self._parts:
-            mine = part.pick(tensors)
-            addresses = part.packer.in_memory(mine)
-            if addresses is None:
+    def in_memory(self, tensors: Sequence[torch.Tensor]) -> list[ActiveJob] | None:
+        """The jobs for these tensors, by entry of the plan, if all are reduced as they are; else None."""
+        jobs = []
+        for part in self._parts or ():
+            job = part.packer.in_memory(part.pick(tensors))
+            if job is None:
                 return None
-            placed.append((mine, addresses))
-        return placed
+            jobs.append(job)
+        return None if self._parts is None else jobs
 
-    def job(self, tensors: Any, placed: list[Placed] | None = None) -> ActiveJob:
-        """The job that reduces these tensors in place, with the rank's part in the count (PreparedReduction.run).
-
-        tensors: by entry, of all entries or these. placed: what `in_memory` has found.
-        """
+    def job(self, tensors: Any) -> ActiveJob:
+        """The job that reduces any tensors, by entry of the plan, in place."""
         if self._parts is None:
-            return partial(self._look_closely, self.pick(tensors))
-        if placed is None:
-            return partial(self._reduce_any, [(part.packer, part.pick(tensors)) for part in self._parts])
-        return partial(self._reduce_placed, placed)
+            return partial(self._reduce_closely, self.pick(tensors))
+        return partial(self._reduce_parts, [(part.packer, part.pick(tensors)) for part in self._parts])
 
-    def _reduce_placed(self, placed: list[Placed], backend: Backend, active: int | None) -> Coroutine[int]:
-        count = said = 0
-        for (_, packer), (tensors, addresses) in zip(self._parts or (), placed, strict=True):
-            said = yield from packer.run(backend, tensors, addresses, active)
-            # The first part counts.
-            count, active = count if active is None else said, None
-        return count
-
-    def _reduce_any(
+    def _reduce_parts(
         self, parts: Sequence[tuple[BucketPacker, Sequence[torch.Tensor]]], backend: Backend, active: int | None
     ) -> Coroutine[int]:
-        count = said = 0
-        for packer, tensors in parts:
-            said = yield from packer.allreduce(backend, tensors, active=active)
-            count, active = count if active is None else said, None
-        return count
+        for packer, tensors in parts[:-1]:
+            yield from packer.allreduce(backend, tensors, active=None)
+        packer, tensors = parts[-1]
+        return (yield from packer.allreduce(backend, tensors, active=active))
 
-    def _look_closely(self, tensors: Sequence[torch.Tensor], backend: Backend, active: int | None) -> Coroutine[int]:
+    def _reduce_closely(self, tensors: Sequence[torch.Tensor], backend: Backend, active: int | None) -> Coroutine[int]:
         # First, so that a rank that fails in its job has been counted: the others end their step.
         count = 0 if active is None else (yield from backend.count_active(active))
         originals = [tensor.detach() for tensor in tensors]

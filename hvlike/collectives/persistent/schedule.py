@@ -10,7 +10,7 @@ in the same order, whichever of this is so on each of them.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -25,7 +25,7 @@ from hvlike.backends.hierarchical import HierarchicalBackend
 from hvlike.backends.op_queue import Job, OpQueue
 from hvlike.backends.operation import Operation
 from hvlike.collectives.controller.trace import recorded
-from hvlike.collectives.persistent.bucket import ActiveJob, Bucket, Placed, ReductionSettings
+from hvlike.collectives.persistent.bucket import ActiveJob, Bucket, ReductionSettings
 from hvlike.collectives.requests.plan import Proposal, describe_names, make_plan
 from hvlike.collectives.requests.reduction import arithmetic_of, row_by_row
 from hvlike.transport.loop.coroutine import Coroutine
@@ -106,21 +106,21 @@ class Schedule:
             number for number, entries in enumerate(self.plan.buckets) if any(agreed.devices[each] for each in entries)
         }
         sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in zip(agreed.shapes, self._dtypes, strict=True)]
-        self._bytes = [sum(sizes[index] for index in bucket) for bucket in self.plan.buckets]
-        self._last = len(self.buckets) - 1
+        self._sizes = [(len(bucket), sum(sizes[index] for index in bucket)) for bucket in self.plan.buckets]
+        self._drives = [each.is_plain and number not in self._on_device for number, each in enumerate(self.buckets)]
         self.active = 0  # How many ranks took part in the last step with gradients of their own
         self.incomplete = False  # Whether one of them lacked some
         self.absent: frozenset[int] = frozenset()  # Then: the entries that none of them had
 
-    def in_memory(self, tensors: Sequence[torch.Tensor]) -> list[list[Placed]] | None:
-        """What `start` is told of each bucket where all tensors are reduced as they are; None: look at each."""
-        placed = []
+    def in_memory(self, tensors: Sequence[torch.Tensor]) -> list[list[ActiveJob]] | None:
+        """The jobs of each bucket where all tensors are reduced as they are; None where one has to be looked at."""
+        found = []
         for bucket in self.buckets:
-            parts = bucket.in_memory(tensors)
-            if parts is None:
+            jobs = bucket.in_memory(tensors)
+            if jobs is None:
                 return None
-            placed.append(parts)
-        return placed
+            found.append(jobs)
+        return found
 
     def start(
         self,
@@ -129,36 +129,42 @@ class Schedule:
         *,
         active: int = 1,
         missing: Collection[int] = (),
-        placed: Sequence[list[Placed]] | None = None,
+        in_memory: Sequence[list[ActiveJob]] | None = None,
         streams: Callable[[int], Collection[Stream]] = _no_streams,
         drive: bool = False,
         wake: bool = False,
     ) -> Operation | None:
         """Start buckets of a step on these tensors, by entry.
 
-        active, missing: with the last bucket; what a rank says of itself, and which entries it lacks. placed: what
-        `in_memory` has found. streams: of a device, where the tensors of a bucket are made. drive: the caller is about
-        to wait: see OpQueue.run. Returns None where the host has nothing left to do.
+        active, missing: with the last bucket; what a rank says of itself, and which entries it lacks. in_memory: what
+        that has found. streams: of a device, where the tensors of a bucket are made. drive: the caller is about to
+        wait: see OpQueue.run. Returns None where the host has nothing left to do.
         """
-        queue, jobs = self.queue, []
+        queue = self.queue
+        jobs: list[ActiveJob] = []
         for number in numbers:
-            bucket, nbytes = self.buckets[number], self._bytes[number]
-            queue.counters.ran(PLANNED, len(bucket.entries), nbytes)
-            job = bucket.job(tensors, None if placed is None else placed[number])
-            if number in self._on_device:
-                rest = self._launch(number, job, streams(number))
-                job = partial(self._after_the_count, rest)
-                if rest is None and number < self._last:
-                    continue
-            if queue.recorder.on:
-                job = self._recorded(number, bucket.pick(tensors), job)
-            jobs.append(job)
+            queue.counters.ran(PLANNED, *self._sizes[number])
             # A device, and a compressor, may call for the loop.
-            drive = drive and number not in self._on_device and bucket.is_plain
+            drive = drive and self._drives[number]
+            if in_memory is not None and not (queue.recorder.on or number in self._on_device):
+                jobs += in_memory[number]
+            else:
+                jobs += self._looking(number, tensors, streams)
         if not jobs:
             return None
-        said = active if numbers.stop > self._last else None
+        said = active if numbers.stop == len(self.buckets) else None
         return queue.run(partial(self._run, jobs, said, missing), drive=drive, wake=wake)
+
+    def _looking(self, number: int, tensors: Any, streams: Callable[[int], Collection[Stream]]) -> Iterator[ActiveJob]:
+        """The job of a bucket that looks at its tensors; none where a device does all of it."""
+        bucket = self.buckets[number]
+        job = bucket.job(tensors)
+        if number in self._on_device:
+            rest = self._launch(number, job, streams(number))
+            if rest is None and number < len(self.buckets) - 1:
+                return
+            job = partial(self._after_the_count, rest)
+        yield self._recorded(number, bucket.pick(tensors), job) if self.queue.recorder.on else job
 
     def _run(
         self, jobs: Sequence[ActiveJob], said: int | None, missing: Collection[int], backend: Backend

@@ -28,7 +28,7 @@ from hvlike.collectives.api.sparse import start_sparse_sum
 from hvlike.collectives.compression import Mark
 from hvlike.collectives.controller.trace import exposed_wait
 from hvlike.collectives.health.wait_for_graph import STEP
-from hvlike.collectives.persistent.bucket import Placed, ReductionSettings
+from hvlike.collectives.persistent.bucket import ActiveJob, ReductionSettings
 from hvlike.collectives.persistent.schedule import Schedule, gradient_streams_of
 from hvlike.collectives.requests.plan import BucketSizes, Entry, Plan, Proposal, choose_sizes, equal_parts
 from hvlike.collectives.requests.process_set import ProcessSet
@@ -160,13 +160,13 @@ class PlannedReducer(PersistentOperation):
             epoch = (self._epoch.value, threading.get_ident())
             schedule = self.schedule
             replaced: dict[int, torch.Tensor] = {}
-            placed = schedule.in_memory(tensors) if schedule is not None and self._steady_in == epoch else None
+            in_memory = schedule.in_memory(tensors) if schedule is not None and self._steady_in == epoch else None
             totals: dict[int, Callable[[], torch.Tensor]] = {}
-            if schedule is None or placed is None:
+            if schedule is None or in_memory is None:
                 self._steady_in = None
                 schedule, replaced, totals = self._look_closely(tensors)
                 tensors = [replaced.get(index, tensor) for index, tensor in enumerate(tensors)]
-            self._reduce_dense(schedule, tensors, placed, missing)
+            self._reduce_dense(schedule, tensors, in_memory, missing)
             replaced.update((index, total()) for index, total in totals.items())
             if schedule.incomplete:
                 self._note_absent(schedule, tensors)
@@ -315,7 +315,7 @@ class PlannedReducer(PersistentOperation):
         self,
         schedule: Schedule,
         tensors: Sequence[torch.Tensor],
-        placed: Sequence[list[Placed]] | None,
+        in_memory: Sequence[list[ActiveJob]] | None,
         missing: Collection[int],
     ) -> None:
         controller, step = self._set_state.controller, self._step + 1
@@ -326,7 +326,7 @@ class PlannedReducer(PersistentOperation):
                 with self._lock:
                     rest = self._early.start_rest()
                 said = 1 + INCOMPLETE * bool(missing)
-                self._start(schedule, rest, tensors, active=said, missing=missing, placed=placed, drive=True)
+                self._start(schedule, rest, tensors, active=said, missing=missing, in_memory=in_memory, drive=True)
                 if self._is_running:
                     self._wait_in_step(step, self._site, schedule.described)
             except BaseException:
