@@ -30,8 +30,8 @@ def tolerance(program: Program, setting: Setting) -> float:
         rounds_twice = setting.ranks_per_node or any(each in str(program) for each in ("Clip", "by_active"))
         if not rounds_twice and setting.ranks <= 3:
             return SINGLE
-        # L-BFGS divides by differences of gradients: what was rounded decides where it goes.
-        return LOOSE if program.optimizer == "lbfgs" else HALF
+        # L-BFGS divides by differences of gradients: what was rounded decides where it goes. Batch norm divides, too.
+        return LOOSE if program.optimizer == "lbfgs" else 2 * HALF if "batch norm" in program.parts else HALF
     text = str(program)
     # The compiler computes with learning rates in float32.
     return SINGLE if "float32" in text or "CompiledSteps" in text else EXACT
