@@ -16,6 +16,7 @@ from hvlike.transport.messages.traffic import Topic
 
 if TYPE_CHECKING:
     from hvlike.torch_distributed.calls import CallQueue
+    from hvlike.torch_distributed.watchdog import Watchdog
     from hvlike.torch_distributed.work import Work
 
 
@@ -40,7 +41,7 @@ class Directory:
         for each in list(self.groups.values()):
             each.watch()
 
-    def tell(self, group: CallQueue, reason: HorovodInternalError) -> None:
+    def tell(self, group: Watchdog, reason: HorovodInternalError) -> None:
         """Tell all other members why this rank cannot go on in a group."""
         for rank in group.group.ranks:
             if rank != self._fabric.world.rank:
@@ -50,17 +51,17 @@ class Directory:
         group = self.groups.get(name)
         if isinstance(answer, HorovodInternalError):
             if group is not None:
-                group.follow(rank, answer)
+                group.watchdog.follow(rank, answer)
             return
         if answer is not None:
             self._answers[name, number, rank] = answer
             return
         answer = Answer(-1, "", main_stack())
         if group is not None:
-            answer = Answer(group.made, group.describe(number), main_stack())
+            answer = Answer(group.watchdog.made, group.watchdog.describe(number), main_stack())
         self._fabric.channel.send(rank, Topic.GROUP_CALLS, (name, number, answer), kind="status")
 
-    def ask(self, group: CallQueue, work: Work) -> Coroutine[Mapping[int, Answer | None]]:
+    def ask(self, group: Watchdog, work: Work) -> Coroutine[Mapping[int, Answer | None]]:
         """Ask all other members about a call; None for those that do not answer in time. A call that ends ends this."""
         fabric = self._fabric
         others = [rank for rank in group.group.ranks if rank != fabric.world.rank]
@@ -74,7 +75,7 @@ class Directory:
             yield Wait.NOTIFY
         return {rank: self._answers.pop((group.name, work.number, rank), None) for rank in others}
 
-    def ask_all(self, group: CallQueue, work: Work) -> Mapping[int, Answer | None]:
+    def ask_all(self, group: Watchdog, work: Work) -> Mapping[int, Answer | None]:
         """The same for a thread that waits. Blocks for a moment."""
         loop = self._fabric.loop
         # Answers of one question would be taken for those of another.

@@ -275,7 +275,7 @@ class ProcessGroup(_ProcessGroupBase):
         return self._store
 
     def _get_sequence_number_for_group(self) -> int:
-        return self.calls.made
+        return self.calls.watchdog.made
 
     def _set_sequence_number_for_group(self) -> None:
         """The calls of the members are numbered from the beginning."""

@@ -32,11 +32,11 @@ class Transfers:
         self._calls = calls
         self._context = context
         self._ranks = tuple(ranks)
-        self._group = PointToPoint(calls.fabric, calls.name, ranks)
+        self._group = PointToPoint(context.fabric, calls.name, ranks)
         self._numbers = itertools.count(1)
         self._pending: dict[int, tuple[Work, Transfer]] = {}
         self._report_seconds = stall_limits(context.knobs).report_seconds
-        calls.fabric.ticks.append(self._watch)
+        context.fabric.ticks.append(self._watch)
         context.departures.listen(self._lose)
         context.before_close.append(self._shut_down)
 
@@ -112,9 +112,9 @@ class Transfers:
 
     def close(self) -> None:
         """The group is destroyed on this rank; a second call does nothing."""
-        if self._watch not in self._calls.fabric.ticks:
+        if self._watch not in self._context.fabric.ticks:
             return
-        self._calls.fabric.ticks.remove(self._watch)
+        self._context.fabric.ticks.remove(self._watch)
         self._context.departures.ignore(self._lose)
         self._context.before_close.remove(self._shut_down)
         self.end(ShutdownError(f"the group {self._calls.name!r} of torch.distributed was destroyed on this rank"))
