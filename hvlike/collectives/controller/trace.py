@@ -171,13 +171,19 @@ class Trace:
         return said
 
 
+def begin_wait(queue: OpQueue, name: str, step: int) -> int:
+    """The caller waits in a planned reduction, which nothing hides; returns the row of the timeline to end then."""
+    recorder = queue.recorder
+    row = recorder.row(f"step of {name}")
+    recorder.begin(row, "WAIT", {"step": step, "process_set": queue.group.number})
+    return row
+
+
 @contextmanager
 def exposed_wait(queue: OpQueue, name: str, step: int) -> Iterator[None]:
-    """Around what a caller waits for in a planned reduction: communication that nothing hides, in the figures too."""
-    began, recorder, row = system.monotonic(), queue.recorder, None
-    if recorder.on:
-        row = recorder.row(f"step of {name}")
-        recorder.begin(row, "WAIT", {"step": step, "process_set": queue.group.number})
+    """Around what a caller waits for in a planned reduction, for the figures and the timeline."""
+    began, recorder = system.monotonic(), queue.recorder
+    row = begin_wait(queue, name, step) if recorder.on else None
     try:
         yield
     finally:

@@ -236,28 +236,18 @@ class Bucket:
         self._strides = [strides[index] for index in entries]
         self._settings = settings
         self._packers: Packers = {}
-        self._parts = self._same_dtypes([dtypes[index] for index in entries])
+        self.parts = self._same_dtypes([dtypes[index] for index in entries])
 
     @property
     def is_plain(self) -> bool:
         """No compressor with a life of its own, no Adasum: one step into the job nothing but copies has begun."""
-        return self._parts is not None
-
-    def in_memory(self, tensors: Sequence[torch.Tensor]) -> list[ActiveJob] | None:
-        """The jobs for these tensors, by entry of the plan, if all are reduced as they are; else None."""
-        jobs = []
-        for part in self._parts or ():
-            job = part.packer.in_memory(part.pick(tensors))
-            if job is None:
-                return None
-            jobs.append(job)
-        return None if self._parts is None else jobs
+        return self.parts is not None
 
     def job(self, tensors: Any) -> ActiveJob:
         """The job that reduces any tensors, by entry of the plan, in place."""
-        if self._parts is None:
+        if self.parts is None:
             return partial(self._reduce_closely, self.pick(tensors))
-        return partial(self._reduce_parts, [(part.packer, part.pick(tensors)) for part in self._parts])
+        return partial(self._reduce_parts, [(part.packer, part.pick(tensors)) for part in self.parts])
 
     def _reduce_parts(
         self, parts: Sequence[tuple[BucketPacker, Sequence[torch.Tensor]]], backend: Backend, active: int | None

@@ -72,7 +72,7 @@ def gradient_streams_of(devices: Iterable[torch.device]) -> GradientStreams | No
     return GradientStreams(found[0][0], [device for _, device in found]) if found else None
 
 
-def _no_streams(bucket: int) -> Collection[Stream]:
+def no_streams(bucket: int) -> Collection[Stream]:
     return ()
 
 
@@ -94,7 +94,7 @@ class Schedule:
         self.described = describe_names(agreed.names)
         self.entries = len(agreed.names)
         self._agreed = agreed
-        self._memory = settings.memory
+        self.memory = settings.memory
         self._dtypes: list[torch.dtype] = [getattr(torch, name) for name in agreed.dtypes]
         groups: Sequence[Sequence[int]] = agreed.settings[1]
         self.plan = make_plan(agreed, [dtype.itemsize for dtype in self._dtypes], groups)
@@ -114,12 +114,16 @@ class Schedule:
 
     def in_memory(self, tensors: Sequence[torch.Tensor]) -> list[list[ActiveJob]] | None:
         """The jobs of each bucket where all tensors are reduced as they are; None where one has to be looked at."""
-        found = []
+        found: list[list[ActiveJob]] = []
         for bucket in self.buckets:
-            jobs = bucket.in_memory(tensors)
-            if jobs is None:
+            if bucket.parts is None:
                 return None
-            found.append(jobs)
+            found.append(jobs := [])
+            for pick, packer in bucket.parts:
+                job = packer.in_memory(pick(tensors))
+                if job is None:
+                    return None
+                jobs.append(job)
         return found
 
     def start(
@@ -130,7 +134,7 @@ class Schedule:
         active: int = 1,
         missing: Collection[int] = (),
         in_memory: Sequence[list[ActiveJob]] | None = None,
-        streams: Callable[[int], Collection[Stream]] = _no_streams,
+        streams: Callable[[int], Collection[Stream]] = no_streams,
         drive: bool = False,
         wake: bool = False,
     ) -> Operation | None:
@@ -199,12 +203,12 @@ class Schedule:
 
     def commit(self) -> None:
         """All buckets of a step are reduced: a compressor remembers the step. On every rank, or it is agreed anew."""
-        if self._memory is not None:
-            self._memory.commit()
+        if self.memory is not None:
+            self.memory.commit()
 
     def roll_back(self) -> None:
-        if self._memory is not None:
-            self._memory.roll_back()
+        if self.memory is not None:
+            self.memory.roll_back()
 
     def zeros(self) -> dict[int, torch.Tensor]:
         """Tensors for all buckets, by entry."""

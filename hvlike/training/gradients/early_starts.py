@@ -38,7 +38,7 @@ class EarlyStarts:
         self.mover = mover
         self.started = 0  # The buckets of the step under way that have started: the first ones of the plan
         self._spare_core = SpareCore() if mover is Mover.LOOP and automatic else None
-        self._may_use_hooks = several_nodes and automatic
+        self.may_use_hooks = several_nodes and automatic
         self._slow_steps = 0
         self._bucket_of: dict[int, int] = {}
         self._sizes: list[int] = []
@@ -83,9 +83,7 @@ class EarlyStarts:
 
     def note_speed(self, *, slow: bool) -> None:
         """A step has ended; slow: on a network on which it pays to start early also where no core is spare."""
-        if not self._may_use_hooks:
-            return
         self._slow_steps = self._slow_steps + 1 if slow else 0
-        if self._slow_steps == SLOW_STEPS and len(self._sizes) > 1:
-            self._may_use_hooks = False
+        if self.may_use_hooks and self._slow_steps == SLOW_STEPS and len(self._sizes) > 1:
+            self.may_use_hooks = False
             self.mover = Mover.HOOKS

@@ -26,10 +26,10 @@ from hvlike.backends.cuda.runtime import kind_of
 from hvlike.backends.op_queue import OpQueue
 from hvlike.collectives.api.sparse import start_sparse_sum
 from hvlike.collectives.compression import Mark
-from hvlike.collectives.controller.trace import exposed_wait
+from hvlike.collectives.controller.trace import begin_wait
 from hvlike.collectives.health.wait_for_graph import STEP
 from hvlike.collectives.persistent.bucket import ActiveJob, ReductionSettings
-from hvlike.collectives.persistent.schedule import Schedule, gradient_streams_of
+from hvlike.collectives.persistent.schedule import Schedule, gradient_streams_of, no_streams
 from hvlike.collectives.requests.plan import BucketSizes, Entry, Plan, Proposal, choose_sizes, equal_parts
 from hvlike.collectives.requests.process_set import ProcessSet
 from hvlike.collectives.requests.request import find_call_site, order_in_memory
@@ -67,6 +67,7 @@ class PlannedReducer(PersistentOperation):
         self._marked: dict[int, torch.Tensor] = {}
         self.absent: Collection[int] = ()
         self._arrivals = gradient_streams_of(entry.device for entry in entries)
+        self._streams = no_streams if self._arrivals is None else self._arrivals.streams
         knobs, nodes = current().knobs, self._set_state.group.nodes
         on_device = self._arrivals is not None
         self._early = EarlyStarts(
@@ -136,7 +137,7 @@ class PlannedReducer(PersistentOperation):
                 self._arrivals.note(bucket, tensor)
             complete, moved_here = early.ready(bucket), early.mover is Mover.HOOKS
             if complete:
-                self._start(schedule, complete, self._marked, wake=not moved_here)
+                self._start(schedule, complete, self._marked, wake=not moved_here, streams=self._streams)
         if moved_here and self._is_running:
             current().fabric.loop.turn()
 
@@ -173,8 +174,9 @@ class PlannedReducer(PersistentOperation):
             elif not schedule.buckets:
                 # Nothing has carried the count: what has no element is taken for nothing, on all ranks alike.
                 self.absent = [index for index, total in replaced.items() if not total._nnz()]
-            self._early.note_speed(slow=schedule.slow_network)
-            if not schedule.plan.sparse and not self._set_state.rounds.failed:
+            if self._early.may_use_hooks:
+                self._early.note_speed(slow=schedule.slow_network)
+            if not schedule.plan.sparse and self._set_state.controller.positions.failure is None:
                 self._steady_in = epoch
             self.served += 1
             return replaced
@@ -321,24 +323,40 @@ class PlannedReducer(PersistentOperation):
         controller, step = self._set_state.controller, self._step + 1
         controller.positions.entered[self.name] = step
         controller.tensor_queue.last = ((STEP, self.name), self._site, system.monotonic())
-        with exposed_wait(schedule.queue, self.name, self._step):
-            try:
-                with self._lock:
-                    rest = self._early.start_rest()
-                said = 1 + INCOMPLETE * bool(missing)
-                self._start(schedule, rest, tensors, active=said, missing=missing, in_memory=in_memory, drive=True)
-                if self._is_running:
-                    self._wait_in_step(step, self._site, schedule.described)
-            except BaseException:
-                self.close()
-                raise
+        queue, began = schedule.queue, system.monotonic()
+        row = begin_wait(queue, self.name, self._step) if queue.recorder.on else None
+        try:
+            with self._lock:
+                rest = self._early.start_rest()
+            self._start(
+                schedule,
+                rest,
+                tensors,
+                active=1 + INCOMPLETE * bool(missing),
+                missing=missing,
+                in_memory=in_memory,
+                drive=True,
+                streams=self._streams,
+            )
+            if self._running and not self._running[-1].done():
+                self._wait_in_step(step, self._site, schedule.described)
+        except BaseException:
+            self.close()
+            raise
+        finally:
+            if row is not None:
+                queue.recorder.end(row)
+            queue.counters.waited(self.name, system.monotonic() - began)
         self._raise_error(schedule)
-        schedule.commit()
+        if schedule.memory is not None:
+            schedule.memory.commit()
 
     def _raise_error(self, schedule: Schedule) -> None:
         """Raise what has ended a bucket. Its queue is lost then; the next step starts from a new plan."""
         running, self._running = self._running, []
-        error = next((each.error for each in running if each.error is not None), None)
+        error = None
+        for each in running:
+            error = error or each.error
         if self._arrivals is not None and error is None:
             error = self._arrivals.leave(schedule.device)
         if error is not None:
@@ -346,8 +364,6 @@ class PlannedReducer(PersistentOperation):
             raise error
 
     def _start(self, schedule: Schedule, numbers: range, tensors: Any, **how: Any) -> None:
-        if self._arrivals is not None:
-            how["streams"] = self._arrivals.streams
         if not numbers.start:
             self._running = []
         operation = schedule.start(numbers, tensors, **how)

@@ -132,8 +132,8 @@ PLANTS = [
         "a step does not wait for its buckets",
         (
             "training/gradients/planned_reducer.py",
-            "                    self._wait_in_step(step, self._site, schedule.described)\n",
-            "                    self._running = []\n",
+            "                self._wait_in_step(step, self._site, schedule.described)\n",
+            "                self._running = []\n",
         ),
     ),
     # What these take back was found by simulated jobs.
