@@ -39,9 +39,6 @@ HURRY_SECONDS = 0.05
 """How long a rank waits for the others' offers. Then they are negotiated, which finds deadlocks and stalls."""
 
 
-Words = tuple[int, int, int, int]  # Of an offer: the number of its operation, kind and name, and one that is not used
-
-
 class _MessagePlan(NamedTuple):
     number: int  # The same on all ranks for the same kind
     spec: RequestSpec
@@ -57,6 +54,14 @@ class _MessagePiece(NamedTuple):
     sent: Array | None  # Goes with the offer
     bytes: Array  # What this rank reduces
     elements: Piece
+
+
+class _Attempt(NamedTuple):
+    number: int  # Of the operation
+    code: int  # Of the name
+    plan: _MessagePlan
+    piece: _MessagePiece
+    tensor: torch.Tensor
 
 
 class InlineMessages(InlineCalls[_MessagePlan]):
@@ -117,7 +122,7 @@ class InlineMessages(InlineCalls[_MessagePlan]):
                 tensor_queue.know_thread()
             tensor_queue.last = (key, place, system.monotonic())
             piece = self._pieces.get((address, plan.number)) or self._piece(address, plan)
-            if not self._agree(index, (index, plan.number, code, 0), plan, piece, tensor, key[1]):
+            if not self._agree(_Attempt(index, code, plan, piece, tensor), key[1]):
                 return self._refused(index, plan.spec, key[1], tensor)
             self._sparing = 0
             self.served += 1
@@ -161,30 +166,22 @@ class InlineMessages(InlineCalls[_MessagePlan]):
         piece = self._pieces[address, plan.number] = _MessagePiece(sent, own, plan.arithmetic.over(own))
         return piece
 
-    def _agree(
-        self,
-        index: int,
-        words: Words,
-        plan: _MessagePlan,
-        piece: _MessagePiece,
-        tensor: torch.Tensor,
-        name: str,
-    ) -> bool | None:
+    def _agree(self, attempt: _Attempt, name: str) -> bool | None:
         """Send the offer and wait for the answer; where it is yes, exchange the halves of a tensor that has them."""
         agreement, loop = self._agreement, self._loop
-        coroutine = self._steps(index, words, plan, piece, tensor)
+        coroutine = self._steps(attempt)
         try:
             if loop.advance(coroutine, self._op_queue.spin.network_seconds):
                 return agreement.answer
         except BaseException as error:
-            if agreement.answer and plan.is_halved:
+            if agreement.answer and attempt.plan.is_halved:
                 raise
             # The others count on this rank: it is raised once they need not wait for it.
             self._interrupt = error
             if not self._begun:
                 agreement.abandon(sent=False)
                 return False
-            coroutine = self._steps(index, words, plan, piece, tensor)
+            coroutine = self._steps(attempt)
         task = loop.start(coroutine, wake=False)
 
         def stop(error: HorovodInternalError) -> None:
@@ -198,26 +195,21 @@ class InlineMessages(InlineCalls[_MessagePlan]):
         except BaseException as error:
             self._interrupt = error
         if not ended:
-            agreement.hurry(index)
-            self._await(lambda: task.done, index, name, stop)
+            agreement.hurry(attempt.number)
+            self._await(lambda: task.done, attempt.number, name, stop)
         if task.error is not None:
             raise task.error
         return agreement.answer
 
-    def _steps(
-        self,
-        index: int,
-        words: Words,
-        plan: _MessagePlan,
-        piece: _MessagePiece,
-        tensor: torch.Tensor,
-    ) -> Coroutine[None]:
+    def _steps(self, attempt: _Attempt) -> Coroutine[None]:
+        """Goes on where an interrupt has ended the one before."""
         agreement, offers = self._agreement, self._offers
+        index, code, plan, piece, tensor = attempt
         if self._wanted != index:
             # The caller was interrupted.
             return
         if not self._begun:
-            offers.send(words, piece.sent)
+            offers.send((index, plan.number, code, 0), piece.sent)
             self._begun = True
         while agreement.answer is None:
             yield offers.progress()
