@@ -130,11 +130,11 @@ class Schedule:
         self,
         numbers: range,
         tensors: Any,
-        *,
         active: int = 1,
         missing: Collection[int] = (),
         in_memory: Sequence[list[ActiveJob]] | None = None,
         streams: Callable[[int], Collection[Stream]] = no_streams,
+        *,
         drive: bool = False,
         wake: bool = False,
     ) -> Operation | None:

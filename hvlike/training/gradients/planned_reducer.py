@@ -17,7 +17,6 @@ import threading
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from operator import attrgetter
-from typing import Any
 
 import torch
 
@@ -29,7 +28,7 @@ from hvlike.collectives.compression import Mark
 from hvlike.collectives.controller.trace import begin_wait
 from hvlike.collectives.health.wait_for_graph import STEP
 from hvlike.collectives.persistent.bucket import ActiveJob, ReductionSettings
-from hvlike.collectives.persistent.schedule import Schedule, gradient_streams_of, no_streams
+from hvlike.collectives.persistent.schedule import GradientStreams, Schedule, gradient_streams_of, no_streams
 from hvlike.collectives.requests.plan import BucketSizes, Entry, Plan, Proposal, choose_sizes, equal_parts
 from hvlike.collectives.requests.process_set import ProcessSet
 from hvlike.collectives.requests.request import find_call_site, order_in_memory
@@ -137,7 +136,11 @@ class PlannedReducer(PersistentOperation):
                 self._arrivals.note(bucket, tensor)
             complete, moved_here = early.ready(bucket), early.mover is Mover.HOOKS
             if complete:
-                self._start(schedule, complete, self._marked, wake=not moved_here, streams=self._streams)
+                if not complete.start:
+                    self._running = []
+                operation = schedule.start(complete, self._marked, streams=self._streams, wake=not moved_here)
+                if operation is not None:
+                    self._running.append(operation)
         if moved_here and self._is_running:
             current().fabric.loop.turn()
 
@@ -168,7 +171,8 @@ class PlannedReducer(PersistentOperation):
                 schedule, replaced, totals = self._look_closely(tensors)
                 tensors = [replaced.get(index, tensor) for index, tensor in enumerate(tensors)]
             self._reduce_dense(schedule, tensors, in_memory, missing)
-            replaced.update((index, total()) for index, total in totals.items())
+            for index, total in totals.items():
+                replaced[index] = total()
             if schedule.incomplete:
                 self._note_absent(schedule, tensors)
             elif not schedule.buckets:
@@ -182,7 +186,10 @@ class PlannedReducer(PersistentOperation):
             return replaced
         finally:
             self._marked, self._in_step = {}, False
-            self._early.expect_all()
+            if self._early.mover is Mover.NOTHING:
+                self._early.started = 0
+            else:
+                self._early.expect_all()
             self._step += 1
             if self._arrivals is not None:
                 self._arrivals.clear()
@@ -328,16 +335,12 @@ class PlannedReducer(PersistentOperation):
         try:
             with self._lock:
                 rest = self._early.start_rest()
-            self._start(
-                schedule,
-                rest,
-                tensors,
-                active=1 + INCOMPLETE * bool(missing),
-                missing=missing,
-                in_memory=in_memory,
-                drive=True,
-                streams=self._streams,
-            )
+            if not rest.start:
+                self._running = []
+            said = 1 + INCOMPLETE * bool(missing)
+            operation = schedule.start(rest, tensors, said, missing, in_memory, self._streams, drive=True)
+            if operation is not None:
+                self._running.append(operation)
             if self._running and not self._running[-1].done():
                 self._wait_in_step(step, self._site, schedule.described)
         except BaseException:
@@ -347,28 +350,21 @@ class PlannedReducer(PersistentOperation):
             if row is not None:
                 queue.recorder.end(row)
             queue.counters.waited(self.name, system.monotonic() - began)
-        self._raise_error(schedule)
+        running, self._running = self._running, []
+        for each in running:
+            if each.error is not None:
+                self.close()
+                raise each.error
+        if self._arrivals is not None:
+            self._leave_streams(self._arrivals, schedule)
         if schedule.memory is not None:
             schedule.memory.commit()
 
-    def _raise_error(self, schedule: Schedule) -> None:
-        """Raise what has ended a bucket. Its queue is lost then; the next step starts from a new plan."""
-        running, self._running = self._running, []
-        error = None
-        for each in running:
-            error = error or each.error
-        if self._arrivals is not None and error is None:
-            error = self._arrivals.leave(schedule.device)
+    def _leave_streams(self, arrivals: GradientStreams, schedule: Schedule) -> None:
+        error = arrivals.leave(schedule.device)
         if error is not None:
             self.close()
             raise error
-
-    def _start(self, schedule: Schedule, numbers: range, tensors: Any, **how: Any) -> None:
-        if not numbers.start:
-            self._running = []
-        operation = schedule.start(numbers, tensors, **how)
-        if operation is not None:
-            self._running.append(operation)
 
 
 def _densify(tensors: Iterable[torch.Tensor], plan: Plan) -> dict[int, torch.Tensor]:
