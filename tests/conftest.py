@@ -29,6 +29,8 @@ RECORDS = os.environ.get("HVLIKE_TEST_RECORDS")
 PEERS_SECONDS = 20.0
 # "2/3": of the tests that were selected, the second third; "1,2/5": two fifths.
 PART = os.environ.get("HVLIKE_TEST_PART", "1/1")
+# "yes": of a test marked `in_turn` some cases, others from commit to commit; else all.
+TAKES_TURNS = os.environ.get("HVLIKE_TEST_TURNS") == "yes"
 
 # "cuda": tests make their tensors on the GPU of their rank (scripts/gpu_check runs some so).
 DEVICE = os.environ.get("HVLIKE_TEST_DEVICE", "")
@@ -103,14 +105,37 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if "output_of" in getattr(item, "fixturenames", ()):
             # The first one of them waits for all programs of a job (support/in_turn.py).
             item.add_marker(pytest.mark.timeout(270))
+    if TAKES_TURNS:
+        _leave_out(config, items, others_turn(items))
     chosen, _, parts = PART.partition("/")
     places = [int(each) - 1 for each in chosen.split(",")]
     # What shares a costly fixture stays in one part.
     units = {item: item.module if item.get_closest_marker("together") else item for item in items}
     numbers = {unit: number for number, unit in enumerate(dict.fromkeys(units.values()))}
-    kept = [numbers[units[item]] % int(parts) in places for item in items]
-    config.hook.pytest_deselected(items=[item for item, keep in zip(items, kept, strict=True) if not keep])
-    items[:] = [item for item, keep in zip(items, kept, strict=True) if keep]
+    _leave_out(config, items, [item for item in items if numbers[units[item]] % int(parts) not in places])
+
+
+def others_turn(items: list[pytest.Item]) -> list[pytest.Item]:
+    """Return the cases of tests marked `in_turn` that other commits try."""
+    # Only these runs ask git.
+    from support.jobs_of_commit import cases_of, number_of_commit
+
+    functions: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("in_turn"):
+            functions.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    left: list[pytest.Item] = []
+    for cases in functions.values():
+        mark = cases[0].get_closest_marker("in_turn")
+        tried = cases_of(number_of_commit(), len(cases), mark.args[0] if mark else 1)
+        left.extend(case for place, case in enumerate(cases) if place not in tried)
+    return left
+
+
+def _leave_out(config: pytest.Config, items: list[pytest.Item], others: list[pytest.Item]) -> None:
+    config.hook.pytest_deselected(items=others)
+    left = set(others)
+    items[:] = [item for item in items if item not in left]
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

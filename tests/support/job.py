@@ -43,7 +43,7 @@ WRAPPERS = {
 """What stands between launcher and rank; all but the first and the last (it makes way) hide the end of the rank."""
 
 # Set for the ranks of the run that we belong to; a job started from there must not inherit them.
-OUTER_PREFIXES = ("HVLIKE_TEST_RECORDS", "HVLIKE_TEST_PART", "PYTEST_")
+OUTER_PREFIXES = ("HVLIKE_TEST_RECORDS", "HVLIKE_TEST_PART", "HVLIKE_TEST_TURNS", "PYTEST_")
 OUTER_PREFIXES += ("OMPI_COMM_WORLD_", "PMIX_", "PMI_", "PRTE_MCA_", "HYDI_", "HYDRA_")
 # Dying takes time on a busy machine; who has no survivors does not wait for it.
 SURVIVOR_SECONDS = 10.0

@@ -9,3 +9,8 @@ def number_of_commit() -> int:
     """A number that is another one in the next commit; the same for all who run this one."""
     asked = subprocess.run(["git", "rev-parse", "HEAD"], cwd=CHECKOUT, capture_output=True, text=True, check=False)
     return int(asked.stdout[:8] or "0", 16)
+
+
+def cases_of(number: int, cases: int, tried: int) -> set[int]:
+    """Return which of so many cases the commit of this number tries; commits in a row come to all of them."""
+    return {(number * tried + place) % cases for place in range(min(tried, cases))}

@@ -102,6 +102,7 @@ def leave(how: str, *, stall_check: bool = True) -> tuple[dict[str, str], str]:
     return dict(line.split(": ", 1) for line in job.stdout.splitlines()), job.stderr
 
 
+@pytest.mark.in_turn(1)
 @pytest.mark.parametrize(
     ("how", "error", "stall_check"),
     [("sys.exit(0)", "PeerLeftError", False), ("hvd.shutdown()", "ShutdownError", True)],

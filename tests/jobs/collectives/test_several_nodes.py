@@ -26,6 +26,7 @@ sys.exit(pytest.main(["-q", "-x", "--rootdir", "{CHECKOUT}", "-c", "{CHECKOUT}/p
 """
 
 
+@pytest.mark.in_turn(1)
 @pytest.mark.parametrize(("ranks", "a_node"), [(4, 2), (3, 2)], ids=["2 + 2", "2 + 1"])
 def test_laws(ranks: int, a_node: int) -> None:
     laws = LAWS if ranks % a_node else SHORT

@@ -217,6 +217,7 @@ DEATHS = {
 }
 
 
+@pytest.mark.in_turn(1)
 @pytest.mark.parametrize("how", DEATHS)
 def test_a_killed_worker_ends_the_job(how: str) -> None:
     job = run_job(PREAMBLE + KILLED.replace("HOW", DEATHS[how]), 2)

@@ -10,6 +10,7 @@ from support.lost_workers.campaign import Loss, run
 pytestmark = [pytest.mark.skipif(not IS_OPEN_MPI, reason="a flag of Open MPI's mpirun"), pytest.mark.timeout(150)]
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize(
     "loss",
     [

@@ -139,6 +139,7 @@ ENDS = {
 }
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize("end", ENDS)
 def test_programs_end_in_any_order(end: str) -> None:
     program = START + "dist.init_process_group('hvlike')\nrank = dist.get_rank()\n"

@@ -70,6 +70,7 @@ def paths(installed: str) -> dict[str, str]:
     return {"PYTHONPATH": f"{job_environment({})['PYTHONPATH']}:{installed}"}
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize("ending", ["destroyed", "destroyed on one rank", "left as it is", "hvlike first"])
 def test_an_unmodified_program_under_mpirun(installed: str, ending: str) -> None:
     job = run_job(UNMODIFIED, 2, env=paths(installed), args=[ending]).check()
@@ -207,6 +208,7 @@ except dist.DistNetworkError as error:
 """
 
 
+@pytest.mark.in_turn(1)
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_wait_in_the_store_ends_when_a_rank_leaves(rank: int) -> None:
     job = run_job(LOST, 2, args=[str(rank)])

@@ -220,6 +220,7 @@ print("done", hvd.rank(), "of", hvd.size(), flush=True)
 
 
 @pytest.mark.timeout(90)
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize(
     ("between", "how", "spares", "left"),
     [

@@ -42,6 +42,7 @@ print(json.dumps({{"gradients": alone - empty, "growth": growth}}), flush=True)
 """
 
 
+@pytest.mark.in_turn(1)
 @pytest.mark.parametrize(("a_node", "growth"), [(2, 8.0), (1, 32.0)], ids=["shared memory", "network"])
 def test_the_peak_grows_by_far_less_than_the_gradients(a_node: int, growth: float) -> None:
     """growth: MiB."""

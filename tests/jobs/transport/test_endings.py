@@ -123,6 +123,7 @@ FAILURES = {
 }
 
 
+@pytest.mark.in_turn(5)
 @pytest.mark.parametrize("how", FAILURES)
 def test_a_failing_rank_ends_the_job(how: str) -> None:
     body, status, texts = FAILURES[how]

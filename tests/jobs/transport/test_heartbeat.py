@@ -52,6 +52,7 @@ def test_a_job_that_cannot_go_on_ends_with_one_report() -> None:
         assert "of 2 is" not in job.output()
 
 
+@pytest.mark.in_turn(1)
 @pytest.mark.parametrize("lost", [0, 3])
 def test_a_rank_on_another_host_is_lost_and_the_others_train_on(lost: int) -> None:
     with hosts(2) as machines, machines.start(PROGRAM, 2, env=ENV, flags=SURVIVES) as job:

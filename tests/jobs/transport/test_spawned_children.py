@@ -28,6 +28,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.in_turn(1)
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
 def test_a_worker_that_imports_mpi4py_is_no_rank(method: str) -> None:
     job = run_job(PROGRAM, 2, args=[method], timeout=90).check()

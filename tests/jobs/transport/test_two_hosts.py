@@ -122,6 +122,7 @@ hvd.shutdown()
 """
 
 
+@pytest.mark.in_turn(1)
 @pytest.mark.parametrize("count", [2, 3], ids=["2 hosts", "3 hosts"])
 def test_network_laws_between_hosts(count: int) -> None:
     program = RUN_PYTEST.format(root=str(NETWORK_LAWS.parents[3]))
@@ -154,6 +155,7 @@ PLACES_OF = {
 }
 
 
+@pytest.mark.in_turn(1)
 @pytest.mark.parametrize("ranks_per_host", PLACES_OF, ids=str)
 def test_places_collectives_calls_and_training(ranks_per_host: tuple[int, ...]) -> None:
     with hosts(len(ranks_per_host)) as machines:
@@ -163,6 +165,7 @@ def test_places_collectives_calls_and_training(ranks_per_host: tuple[int, ...]) 
     assert sorted(tuple(map(int, line.split())) for line in places) == PLACES_OF[ranks_per_host]
 
 
+@pytest.mark.in_turn(1)
 @pytest.mark.parametrize("delay", [0.0, 1e-3], ids=["slow", "slow and far"])
 def test_a_slow_link_changes_nothing_but_the_time(delay: float) -> None:
     with hosts(rate="1gbit", delay=delay) as machines:

@@ -54,6 +54,7 @@ def check_four_steps(module: nn.Module, *ways: str) -> None:
 
 
 @pytest.mark.mpi(min_size=2)
+@pytest.mark.in_turn(8)
 @pytest.mark.parametrize("settings", [{}, {"HVLIKE_OVERLAP": "1", "HVLIKE_BUCKET_BYTES": "256"}])
 @pytest.mark.parametrize("second", WAYS)
 @pytest.mark.parametrize("first", WAYS)
