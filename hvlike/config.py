@@ -163,19 +163,10 @@ class Config:
         600.0, number(0), "seconds after which a collective of NCCL fails; 0: never", name="NCCL_TIMEOUT_SECONDS"
     )
     # Autotune
-    autotune: bool = shared(False, SWITCH, "1: tune bucket sizes and the cycle time during training")
+    autotune: bool = shared(False, SWITCH, "1: try several bucket sizes during training, and keep the fastest")
     autotune_log: str | None = shared(None, PATH, "rank 0 writes every sample there, as CSV", same=False)
-    autotune_file: str | None = setting(
-        None, PATH, "rank 0 writes the best setting there, for HVLIKE_KNOBS_FILE", same=False
-    )
     autotune_warmup_samples: int = shared(3, whole(0), "samples discarded at the start")
     autotune_steps_per_sample: int = shared(10, whole(1), "training steps measured for one sample")
-    autotune_max_samples: int = shared(
-        20, whole(1), "samples after which the best setting is kept", name="AUTOTUNE_BAYES_OPT_MAX_SAMPLES"
-    )
-    autotune_noise: float = shared(
-        0.8, number(0), "noise of the samples; 0: none", name="AUTOTUNE_GAUSSIAN_PROCESS_NOISE"
-    )
     # What the user is told
     stall_check_disable: bool = shared(False, SWITCH, "1: do not report ranks that wait long")
     stall_check_seconds: float = shared(
@@ -208,6 +199,7 @@ _IGNORED_BECAUSE = {
     "the way is chosen from where the ranks run": ("HIERARCHICAL_ALLREDUCE HIERARCHICAL_ALLGATHER TORUS_ALLREDUCE"),
     "MPI is the only transport": "CONTROLLER CPU_OPERATIONS",
     "the backend chooses its pieces": "ADASUM_MPI_CHUNK_SIZE",
+    "a few bucket sizes are tried in turn": "AUTOTUNE_BAYES_OPT_MAX_SAMPLES AUTOTUNE_GAUSSIAN_PROCESS_NOISE",
     "for Horovod's GPU streams and kernels": (
         "NUM_NCCL_STREAMS BATCH_D2D_MEMCOPIES ENABLE_ASYNC_COMPLETION DISABLE_NVTX_RANGES ENABLE_XLA_OPS"
     ),

@@ -1,8 +1,9 @@
-"""Which steps are measured, what may be chosen, and how a search ends: pure tables."""
+"""Which steps are measured, which sizes are tried, and which are the fastest."""
 
 import pytest
 
-from hvlike.training.autotune import Choice, StepSampler, TuningSearch, coordinates, make_candidates
+from hvlike.collectives.requests.plan import BucketSizes
+from hvlike.training.autotune import BUCKET_BYTES, StepSampler, fastest, make_candidates
 
 MIB = 1 << 20
 
@@ -28,39 +29,19 @@ def test_what_happens_between_samples_is_not_counted() -> None:
     assert sampler.step_ended(3, 11.5) == 1.5
 
 
-@pytest.mark.parametrize("overlaps", [True, False])
-def test_the_setting_in_use_comes_first_and_none_comes_twice(overlaps: bool) -> None:
-    start = Choice(8 * MIB, 8 * MIB, 0)
-    table = make_candidates(start, 100 * MIB, overlaps=overlaps)
+@pytest.mark.parametrize("start", [BucketSizes(8 * MIB, 8 * MIB), BucketSizes(4 * MIB, 4 * MIB), BucketSizes(9, 4)])
+def test_the_sizes_in_use_come_first_and_none_comes_twice(start: BucketSizes) -> None:
+    table = make_candidates(start)
     assert table[0] == start
-    assert len(set(table)) == len(table) == len(set(coordinates(table)))
-    assert any(each.first_bucket_bytes < each.bucket_bytes for each in table) == overlaps
+    assert len(set(table)) == len(table)
+    assert {each.bucket_bytes for each in table} == {start.bucket_bytes, *BUCKET_BYTES}
 
 
-def test_sizes_that_hold_everything_are_one() -> None:
-    table = make_candidates(Choice(8 * MIB, 8 * MIB, 0), 3 * MIB, overlaps=True)
-    assert {each.bucket_bytes for each in table[1:]} == {1 * MIB, 2 * MIB, 4 * MIB}
+def test_a_first_bucket_that_is_smaller_stays_so() -> None:
+    assert {each.first_bucket_bytes for each in make_candidates(BucketSizes(8 * MIB, 17))} == {17}
+    assert all(each.first_bucket_bytes == each.bucket_bytes for each in make_candidates(BucketSizes(3, 3)))
 
 
-def test_a_setting_of_the_user_is_kept_in_the_table() -> None:
-    start = Choice(3 * MIB + 1, 17, 1234)
-    table = make_candidates(start, 100 * MIB, overlaps=True)
-    assert table[0] == start
-    assert 3 * MIB + 1 in {each.bucket_bytes for each in table[1:]}
-
-
-def test_a_search_throws_the_warm_up_away_and_ends() -> None:
-    table = make_candidates(Choice(8 * MIB, 8 * MIB, 0), 64 * MIB, overlaps=True)
-    decider = TuningSearch(table, warmup=2, samples=5, noise=0.01)
-    best = Choice(1 * MIB, 1 * MIB, 0)
-    heard = 0
-    while not decider.finished:
-        choice = decider.choice
-        if decider.warming_up:
-            assert choice == table[0]
-        decider.record(0.001 if decider.warming_up else 0.02 + 0.01 * choice.bucket_bytes / (128 * MIB))
-        heard += 1
-    assert heard == 7
-    assert decider.choice.bucket_bytes <= 8 * MIB
-    assert decider.seconds_of(decider.choice) < 0.0208
-    assert best in table
+def test_one_lucky_sample_does_not_win() -> None:
+    first, second = [3.0, 1.0, 2.0], [3.0, 4.0, 2.0]
+    assert fastest(first + second, 3) == 2
