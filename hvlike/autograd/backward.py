@@ -26,7 +26,7 @@ from hvlike.autograd.context import DistributedContext, Recv, new_ids, rank_of_i
 from hvlike.autograd.contexts import MESSAGES_ROW, Backwards, contexts
 from hvlike.autograd.engine import SegmentRecord
 from hvlike.autograd.local_backward import LocalBackward, Roots
-from hvlike.autograd.protocol import BackwardMessage, BackwardState, Mode, Phase
+from hvlike.autograd.protocol import BackwardMessage, BackwardPhase, BackwardState, Mode
 from hvlike.errors import RpcError, UsageError, WorkerLostError, WrongTypeError
 from hvlike.observe.recorder import Recorder
 from hvlike.rpc.agent.agent import Agent, current_agent
@@ -370,7 +370,7 @@ def backward(context_id: int, roots: Sequence[Tensor], retain_graph: bool = Fals
         raise RpcError("RPC has been shut down.")
     begun = table.begin(context, edges, _MODES[mode], bool(retain_graph))
     begun.complete(agent.timeout or None)
-    if begun.state.phase is Phase.FAILED:
+    if begun.state.phase is BackwardPhase.FAILED:
         cause, begun.cause = begun.cause, None
         try:
             if cause is not None and not isinstance(cause, Exception):

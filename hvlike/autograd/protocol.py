@@ -60,7 +60,7 @@ class Mode(enum.IntEnum):
     SMART = 2
 
 
-class Phase(enum.Enum):
+class BackwardPhase(enum.Enum):
     """How far a worker has come. OUTSIDE: it does not take part, or not yet."""
 
     OUTSIDE = enum.auto()
@@ -94,7 +94,7 @@ class BackwardState:
 
     def __init__(self, rank: int, mode: Mode, machine: Machine) -> None:
         self.rank = rank
-        self.phase = Phase.OUTSIDE
+        self.phase = BackwardPhase.OUTSIDE
         self.error: str | None = None
         self.lost_ranks: tuple[int, ...] | None = None  # With an error that tells of lost workers
         self._takes_part = False
@@ -118,7 +118,7 @@ class BackwardState:
     @property
     def is_over(self) -> bool:
         """Whether it has ended on this worker, well or badly."""
-        return self.phase is Phase.FAILED or self.phase is Phase.FINISHED
+        return self.phase is BackwardPhase.FAILED or self.phase is BackwardPhase.FINISHED
 
     @property
     def awaited(self) -> list[int]:
@@ -135,16 +135,16 @@ class BackwardState:
     def receive(self, source: int, message: BackwardMessage) -> None:
         if self._origin is None and not self._is_root:
             self._origin = source
-        if self.phase is Phase.FAILED:
+        if self.phase is BackwardPhase.FAILED:
             if message.opens:
                 self._report_to(source)
-        elif self.phase is Phase.FINISHED:
+        elif self.phase is BackwardPhase.FINISHED:
             if message.asks:
                 self._answer_late(source)
         elif message.abort:
             # Only from the superior: the root knows the reason by the time that one is told.
             if source == self._superior:
-                self._end(Phase.FAILED, f"worker {source} has aborted it")
+                self._end(BackwardPhase.FAILED, f"worker {source} has aborted it")
                 self._abort(source)
         elif message.error is not None:
             self.fail(message.error, message.lost)
@@ -158,9 +158,9 @@ class BackwardState:
 
     def recorded(self, recv: int, rank: int) -> None:
         """A recv has been opened that the machine does not know: nothing leads to it."""
-        if self._mode is Mode.SMART or self.phase in (Phase.OUTSIDE, Phase.FAILED):
+        if self._mode is Mode.SMART or self.phase in (BackwardPhase.OUTSIDE, BackwardPhase.FAILED):
             return
-        if self.phase is Phase.RUNNING:
+        if self.phase is BackwardPhase.RUNNING:
             self.emit(recv, rank, None)
         elif rank != self.rank:
             # Its sender may wait for this answer. It is not asked to take part if it does not already.
@@ -169,14 +169,18 @@ class BackwardState:
 
     def withdrawn(self, send: int) -> None:
         """A send will never be opened: no gradient comes for it."""
-        if self.phase is Phase.RUNNING and self._waits.pop(send, None) is not None and self._machine is not None:
+        if (
+            self.phase is BackwardPhase.RUNNING
+            and self._waits.pop(send, None) is not None
+            and self._machine is not None
+        ):
             self._machine.resolve(send, None)
 
     def lost(self, rank: int, error: str) -> None:
         if self.is_over:
             return
         if rank == self._superior:
-            self._end(Phase.FAILED, f"Error on Node {self.rank}: {error}")
+            self._end(BackwardPhase.FAILED, f"Error on Node {self.rank}: {error}")
             self.lost_ranks = (rank,)
             self._abort(rank)
         elif rank in self._sent_to or rank in self._waits.values() or rank in self._outgoing:
@@ -187,7 +191,7 @@ class BackwardState:
         if self.is_over:
             return
         superior = self._superior
-        self._end(Phase.FAILED, f"Error on Node {self.rank}: {error}")
+        self._end(BackwardPhase.FAILED, f"Error on Node {self.rank}: {error}")
         self.lost_ranks = lost
         self._abort(superior)
         if superior is not None:
@@ -196,7 +200,7 @@ class BackwardState:
     def advance(self) -> None:
         """Do what can be done. Raises: what the user's code raises; call `fail` then."""
         self._close_marking()
-        while self.phase is Phase.RUNNING and self._machine is not None:
+        while self.phase is BackwardPhase.RUNNING and self._machine is not None:
             self._machine.step()
             if not self._address_emitted():
                 self._ask_awaited()
@@ -251,7 +255,7 @@ class BackwardState:
                 self._outgoing[source].done = True
             else:
                 self._join(source)
-        if self.phase is not Phase.RUNNING:
+        if self.phase is not BackwardPhase.RUNNING:
             # The sender had finished before this worker was asked. It sends this again.
             return
         if message.asks or message.done or message.gradients:  # Of the run itself, which comes after all marks
@@ -263,7 +267,7 @@ class BackwardState:
 
     def _join(self, parent: int | None) -> None:
         if self._machine is not None:
-            self.phase = Phase.RUNNING
+            self.phase = BackwardPhase.RUNNING
             self._takes_part, self._parent = True, parent
             self._waits = dict(self._machine.engage(self._marked if self._mode is Mode.SMART else None))
 
@@ -297,7 +301,7 @@ class BackwardState:
             return
         if self._parent is not None:
             self._outgoing[self._parent].done = True
-        self._end(Phase.FINISHED, None)
+        self._end(BackwardPhase.FINISHED, None)
 
     def _answer_late(self, source: int) -> None:
         """Another worker asks this one, which has finished. Tell it of the recvs that were opened later."""
@@ -314,7 +318,7 @@ class BackwardState:
             message.asks = True
         return message
 
-    def _end(self, phase: Phase, error: str | None) -> None:
+    def _end(self, phase: BackwardPhase, error: str | None) -> None:
         self.phase = phase
         self.error = error
         self._machine = None

@@ -29,7 +29,7 @@ from hvlike.bench.reducers import (
     RATIOS,
     SHARED,
     BareLoop,
-    Case,
+    BenchTensor,
     contestants,
 )
 from hvlike.errors import UsageError
@@ -44,7 +44,7 @@ _FIRST_TURNS = 5  # Those that do not count
 
 
 @dataclass(frozen=True)
-class Result:
+class AllreduceResult:
     """The result for one size: for each contestant the seconds of each repetition, of the slowest rank."""
 
     dtype: str
@@ -60,7 +60,7 @@ class Result:
         return {"dtype": self.dtype, "bytes": self.size, "seconds": with_samples(self.seconds), "ratios": ratios}
 
 
-def as_text(conditions: dict[str, Any], results: Sequence[Result]) -> str:
+def as_text(conditions: dict[str, Any], results: Sequence[AllreduceResult]) -> str:
     parts = [f"allreduce of one tensor, op {conditions['op']}, in place, {heading(conditions)}"]
     for dtype, group in groupby(results, lambda each: each.dtype):
         found = list(group)
@@ -84,7 +84,7 @@ def as_text(conditions: dict[str, Any], results: Sequence[Result]) -> str:
     return "\n".join(["\n\n".join([*parts, foot]), *conditions["left_out"]])
 
 
-def panels(results: Sequence[Result]) -> list[Bars | Curves]:
+def panels(results: Sequence[AllreduceResult]) -> list[Bars | Curves]:
     drawn: list[Bars | Curves] = []
     for dtype, group in groupby(results, lambda each: each.dtype):
         found = list(group)
@@ -118,7 +118,9 @@ def run(options: argparse.Namespace) -> int:
         raise UsageError("--op average is for floating dtypes: an average of integers has no single meaning.")
     with peers(options.no_gloo, options.no_horovod, options.device) as there:
         bare = BareLoop() if options.bare else None
-        cases = [Case(size, dtype, options.op == "average") for dtype in options.dtypes for size in options.sizes]
+        cases = [
+            BenchTensor(size, dtype, options.op == "average") for dtype in options.dtypes for size in options.sizes
+        ]
         results = [measure(case, there, options, bare) for case in cases]
         if hvlike.rank() == 0:
             conditions = there.describe("allreduce")
@@ -133,7 +135,7 @@ def default_repetitions(size: int) -> int:
     return max(_FEWEST, min(_MOST, _BYTES_PER_SIZE // max(size, 1)))
 
 
-def measure(case: Case, there: Peers, options: argparse.Namespace, bare: BareLoop | None) -> Result:
+def measure(case: BenchTensor, there: Peers, options: argparse.Namespace, bare: BareLoop | None) -> AllreduceResult:
     entered = contestants(case, there.device, there.raw, there.backend, bare)
     if options.warm:
         entered = [each.warmed(_WARM_UPS) for each in entered]
@@ -143,4 +145,4 @@ def measure(case: Case, there: Peers, options: argparse.Namespace, bare: BareLoo
         entered.append(there.horovod.contestant())
     count = options.repetitions or default_repetitions(case.size)
     found = compare(there.raw, entered, count, warmups=_FIRST_TURNS, seed=options.seed, cold=not options.warm)
-    return Result(case.dtype_name, case.size, found)
+    return AllreduceResult(case.dtype_name, case.size, found)

@@ -24,8 +24,8 @@ from hvlike.bench.harness.benchmark import describe
 from hvlike.bench.harness.comparison import SCRUB_BYTES, Contestant
 from hvlike.bench.harness.processes import Helpers, find_launcher, module_command, requests
 from hvlike.bench.harness.raw_mpi import RawMpi
-from hvlike.bench.reducers import DTYPES, HOROVOD, Case, backend_for, start_torch_group, torch_unavailable
-from hvlike.bench.trainers import WORKLOADS, Trainer, expected_gradients
+from hvlike.bench.reducers import DTYPES, HOROVOD, BenchTensor, backend_for, start_torch_group, torch_unavailable
+from hvlike.bench.trainers import WORKLOADS, BenchTrainer, expected_gradients
 from hvlike.errors import HvlikeError, LaunchError
 from hvlike.launch.run import without_launcher
 from hvlike.transport.memory.dtypes import Array
@@ -167,7 +167,7 @@ def peers(without_torch: str | None, without_horovod: str | None, device: str = 
 
 
 def _allreduce(horovod: Any, raw: RawMpi, request: dict[str, Any]) -> Contestant:
-    case = Case(request["size"], DTYPES[request["dtype"]], request["average"])
+    case = BenchTensor(request["size"], DTYPES[request["dtype"]], request["average"])
     tensor = torch.zeros(case.length, dtype=case.dtype)
     name, op = f"bench.{case.dtype_name}.{case.length}", horovod.Average if case.average else horovod.Sum
     return Contestant(
@@ -181,7 +181,7 @@ def _allreduce(horovod: Any, raw: RawMpi, request: dict[str, Any]) -> Contestant
 def _training(horovod: Any, raw: RawMpi, request: dict[str, Any]) -> Contestant:
     """Return steps with Horovod's DistributedOptimizer. The first one is checked here."""
     workload, seed = WORKLOADS[request["model"]], request["seed"]
-    trainer = Trainer(HOROVOD, workload, seed, raw.rank)
+    trainer = BenchTrainer(HOROVOD, workload, seed, raw.rank)
     named = list(trainer.model.named_parameters())
     trainer.optimizer = horovod.DistributedOptimizer(trainer.optimizer, named_parameters=named)
     expected = expected_gradients(workload.model(seed), trainer.batch, raw)

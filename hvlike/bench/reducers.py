@@ -206,7 +206,7 @@ def raw_exchange(raw: RawMpi, nbytes: int) -> Callable[[], None] | None:
 
 
 @dataclass(frozen=True)
-class Case:
+class BenchTensor:
     """What is reduced: a tensor of `size` bytes, summed or averaged in place."""
 
     size: int
@@ -235,7 +235,7 @@ class Case:
 
 
 def contestants(
-    case: Case, device: torch.device, raw: RawMpi, backend: str | None, bare: BareLoop | None
+    case: BenchTensor, device: torch.device, raw: RawMpi, backend: str | None, bare: BareLoop | None
 ) -> list[Contestant]:
     """Return those who can take part, and the floors. backend: of torch's group, if there is one. Collective."""
     distributed: Any = torch.distributed

@@ -18,7 +18,16 @@ from hvlike.bench.harness.raw_mpi import RawMpi
 from hvlike.bench.harness.report import NO_BAR, Bars, format_size, publish, table, with_spread
 from hvlike.bench.peers import Peers, peers
 from hvlike.bench.reducers import EXCHANGE, EXCHANGE_MEANS, BareLoop
-from hvlike.bench.trainers import ALONE, DEFAULT, OURS, WORKLOADS, Trainer, Workload, contestants, expected_gradients
+from hvlike.bench.trainers import (
+    ALONE,
+    DEFAULT,
+    OURS,
+    WORKLOADS,
+    BenchTrainer,
+    Workload,
+    contestants,
+    expected_gradients,
+)
 
 PURPOSE = "a training step beside torch's DDP, Horovod and no communication"
 
@@ -68,7 +77,7 @@ def overhead_ratio(ours: Sequence[float], theirs: Sequence[float], seed: int = 0
 
 
 @dataclass(frozen=True)
-class Result:
+class StepResult:
     model: str
     purpose: str
     tensors: int
@@ -107,7 +116,7 @@ class Result:
         }
 
 
-def as_text(conditions: dict[str, Any], results: list[Result]) -> str:
+def as_text(conditions: dict[str, Any], results: list[StepResult]) -> str:
     parts = [f"training step, float32, SGD, {heading(conditions)}"]
     for result in results:
         amount = f"{result.tensors} tensors, {format_size(result.size)} of gradients"
@@ -122,7 +131,7 @@ def as_text(conditions: dict[str, Any], results: list[Result]) -> str:
     return "\n".join(["\n\n".join([*parts, foot]), *conditions["left_out"]])
 
 
-def panels(results: list[Result]) -> list[Bars]:
+def panels(results: list[StepResult]) -> list[Bars]:
     """What a step costs more than without communication, and hvlike's part of what others cost."""
     models = [result.model for result in results]
     costs = {}
@@ -141,7 +150,7 @@ def panels(results: list[Result]) -> list[Bars]:
     return drawn
 
 
-def _rows(result: Result) -> list[list[str]]:
+def _rows(result: StepResult) -> list[list[str]]:
     rows = []
     for name, samples in result.seconds.items():
         row = [name, f"{len(samples)} x {result.steps}", with_spread(Summary.of(samples)), "", "", ""]
@@ -183,12 +192,14 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def measure(workload: Workload, there: Peers, options: argparse.Namespace, bare: BareLoop | None) -> Result:
+def measure(workload: Workload, there: Peers, options: argparse.Namespace, bare: BareLoop | None) -> StepResult:
     trainers = contestants(workload, options.seed, there.raw, there.backend, options.bucket_view, bare)
     return train(workload, trainers, there, options)
 
 
-def train(workload: Workload, trainers: Sequence[Trainer], there: Peers, options: argparse.Namespace) -> Result:
+def train(
+    workload: Workload, trainers: Sequence[BenchTrainer], there: Peers, options: argparse.Namespace
+) -> StepResult:
     """Measure these, the first of them without communication. Collective."""
     rank, raw, seed = hvlike.rank(), there.raw, options.seed
     expected = expected_gradients(workload.model(seed), workload.data(seed + 1 + rank), raw)
@@ -208,7 +219,7 @@ def train(workload: Workload, trainers: Sequence[Trainer], there: Peers, options
     for trainer in trainers[1:]:
         trainer.verify_replicas(raw)
     parameters = trainers[0].parameters
-    return Result(
+    return StepResult(
         workload.name,
         workload.purpose,
         len(parameters),
@@ -218,7 +229,7 @@ def train(workload: Workload, trainers: Sequence[Trainer], there: Peers, options
     )
 
 
-def _effort(trainers: Sequence[Trainer], raw: RawMpi) -> tuple[int, int]:
+def _effort(trainers: Sequence[BenchTrainer], raw: RawMpi) -> tuple[int, int]:
     """Return the steps of a turn and how many repetitions there is time for, the same on all ranks."""
     once = (Contestant(each.name, lambda: None, partial(each.steps, 1)) for each in trainers)
     taken = [statistics.median(each.turn(raw) for _ in range(3)) for each in once]

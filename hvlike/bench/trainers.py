@@ -204,7 +204,7 @@ WORKLOADS: dict[str, Workload] = {
 }
 
 
-class Trainer:
+class BenchTrainer:
     """A model, its optimizer and a batch. A step is: zero_grad, forward, backward, optimizer.step()."""
 
     def __init__(self, name: str, workload: Workload, seed: int, rank: int) -> None:
@@ -259,7 +259,7 @@ class Trainer:
             raise HvlikeError(f"{self.name} left different weights on different ranks: {-lowest} to {highest}.")
 
 
-class BareTrainer(Trainer):
+class BareTrainer(BenchTrainer):
     """Averages the gradients after backward by a bare loop: communication without a library."""
 
     def __init__(self, workload: Workload, seed: int, rank: int, bare: BareLoop) -> None:
@@ -274,7 +274,7 @@ class BareTrainer(Trainer):
         self.optimizer.step()
 
 
-class ExchangeTrainer(Trainer):
+class ExchangeTrainer(BenchTrainer):
     """Sends and receives as many bytes as its gradients have, and averages nothing."""
 
     def __init__(self, workload: Workload, seed: int, rank: int, exchange: Callable[[], None]) -> None:
@@ -296,19 +296,19 @@ class ExchangeTrainer(Trainer):
 
 def contestants(
     workload: Workload, seed: int, raw: RawMpi, backend: str | None, bucket_view: bool, bare: BareLoop | None
-) -> list[Trainer]:
+) -> list[BenchTrainer]:
     """Return those who train, first the one without communication. Collective.
 
     backend: of torch's default process group, if there is one. bucket_view: its DDP with gradient_as_bucket_view, too.
     """
     rank = raw.rank
-    _, ours, ours_ddp = entered = [Trainer(name, workload, seed, rank) for name in (ALONE, OURS, OURS_DDP)]
+    _, ours, ours_ddp = entered = [BenchTrainer(name, workload, seed, rank) for name in (ALONE, OURS, OURS_DDP)]
     # As users wrap them.
     named = ours.model.named_parameters()
     ours.optimizer = hvlike.DistributedOptimizer(ours.optimizer, named_parameters=named)
     ours_ddp.network = DistributedDataParallel(ours_ddp.model)
     for view in [] if backend is None else [False, True][: 1 + bucket_view]:
-        ddp = Trainer(f"DDP-{backend}{' view' * view}", workload, seed, rank)
+        ddp = BenchTrainer(f"DDP-{backend}{' view' * view}", workload, seed, rank)
         parallel: Any = torch.nn.parallel.DistributedDataParallel
         ddp.network = parallel(ddp.model, gradient_as_bucket_view=view)
         entered.append(ddp)

@@ -1,6 +1,6 @@
 """Start the job step by step, as init() and a first reduction do; the records show how far it came.
 
-A Case holds all facts that the checks judge: of each rank (RankFacts), of the job (Job), and of the launchers.
+A Case holds all facts that the checks judge: of each rank (RankFacts), of the job (JobProgress), and of the launchers.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def collect_rank_facts(prober: Prober) -> RankFacts:
     )
 
 
-class Way(NamedTuple):
+class TimedWay(NamedTuple):
     backend: str
     ranks: tuple[int, ...]  # Among which it reduces
 
@@ -88,7 +88,7 @@ class Row(NamedTuple):  # In seconds
 
 
 class Timing(NamedTuple):
-    way: Way
+    way: TimedWay
     rows: tuple[Row, ...]  # As its first rank saw them
     reason: str = ""  # Why it is this backend, where there was a choice
 
@@ -98,7 +98,7 @@ class Timings(NamedTuple):
     copy: float  # Seconds for the largest size in memory on rank 0
 
 
-def ways(nodes: Sequence[Sequence[int]]) -> list[Way]:
+def ways(nodes: Sequence[Sequence[int]]) -> list[TimedWay]:
     """Return the ways to reduce host memory in a job. nodes: the ranks of each node.
 
     [[0, 1]]           shared [0 1]
@@ -110,11 +110,11 @@ def ways(nodes: Sequence[Sequence[int]]) -> list[Way]:
     if len(every_rank) == 1:
         return []
     if len(nodes) == 1:
-        return [Way("shared", every_rank)]
+        return [TimedWay("shared", every_rank)]
     if firsts == every_rank:
-        return [Way("network", every_rank)]
-    inside = [Way("shared", tuple(nodes[0]))] if len(nodes[0]) > 1 else []
-    return [*inside, Way("network", firsts), Way("hierarchical", every_rank)]
+        return [TimedWay("network", every_rank)]
+    inside = [TimedWay("shared", tuple(nodes[0]))] if len(nodes[0]) > 1 else []
+    return [*inside, TimedWay("network", firsts), TimedWay("hierarchical", every_rank)]
 
 
 def own_gpu() -> torch.device | None:
@@ -123,7 +123,7 @@ def own_gpu() -> torch.device | None:
     return hvlike.pin_device() if every_rank_has_one else None
 
 
-def measure_ways(plan: Sequence[Way], gpu: torch.device | None) -> Timings:
+def measure_ways(plan: Sequence[TimedWay], gpu: torch.device | None) -> Timings:
     """Time every way, one after the other; tensors of the GPU, too, if there is one. Collective: every rank; blocks."""
     everybody = hvlike.global_process_set
     timings = []
@@ -133,7 +133,7 @@ def measure_ways(plan: Sequence[Way], gpu: torch.device | None) -> Timings:
             timings.append(Timing(way, tuple(_rows(way, chosen, torch.device("cpu")))))
         hvlike.barrier()
     if gpu is not None and hvlike.size() > 1:
-        every_rank = Way("cuda", tuple(range(hvlike.size())))
+        every_rank = TimedWay("cuda", tuple(range(hvlike.size())))
         rows = tuple(_rows(every_rank, everybody, gpu))
         # Which backend it is was decided when the first tensor came.
         choice = current().find_set(None, "doctor").executor.site.device_choice
@@ -144,7 +144,7 @@ def measure_ways(plan: Sequence[Way], gpu: torch.device | None) -> Timings:
     return Timings(tuple(timings), statistics.median(copies[1:]))
 
 
-def _rows(way: Way, process_set: hvlike.ProcessSet, device: torch.device) -> Iterator[Row]:
+def _rows(way: TimedWay, process_set: hvlike.ProcessSet, device: torch.device) -> Iterator[Row]:
     total = sum(rank + 1 for rank in way.ranks)
     for nbytes in SIZES:
         tensor = torch.empty(nbytes // _FLOAT_BYTES, device=device)
@@ -178,7 +178,7 @@ class RankReport(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Job:
+class JobProgress:
     """How far the job came. A Gap: there it ended. None: not reached."""
 
     report: RankReport | Gap  # What MPI says of this rank
@@ -188,16 +188,16 @@ class Job:
     end: Gap | None  # What went wrong at the very end
 
 
-def start_job(own: RankFacts, prober: Prober) -> Job:
+def start_job(own: RankFacts, prober: Prober) -> JobProgress:
     """Start MPI and hvlike in a child, and reduce something. Collective: every rank of the job; blocks."""
     limits = (1.0, 1.0, 1.0, _TIMING_LIMITS, 1.0)
     return read_job(prober.follow(lambda: _steps(own), lambda step: prober.limit * limits[step]))
 
 
-def read_job(answers: Answers[Any]) -> Job:
+def read_job(answers: Answers[Any]) -> JobProgress:
     # The records come in the order of its fields.
     report, gathered, running, timings, end = [*answers.records, answers.gap, None, None, None, None][:5]
-    return Job(report, gathered, running, timings, end)
+    return JobProgress(report, gathered, running, timings, end)
 
 
 def _steps(own: RankFacts) -> Iterator[Any]:
@@ -230,7 +230,7 @@ class Case:
     """What was found out, on one rank alone or on all."""
 
     ranks: tuple[RankFacts, ...]  # Of all ranks where they came together, else of this one
-    job: Job
+    job: JobProgress
     launchers: Launchers | Gap | None  # None: not looked at
     trial: Trial | Gap | None  # None: not tried
     loss: Trial | Gap | None  # What a job did that has lost a rank; None: not tried

@@ -19,7 +19,7 @@ _COOKIE_BYTES = 16
 
 
 @dataclass(frozen=True)
-class Offer:
+class SegmentLocation:
     """Where to find a segment that another process of this node has made."""
 
     path: str
@@ -71,7 +71,7 @@ class SegmentOffer:
             raise
         cookie = os.urandom(_COOKIE_BYTES)
         self.segment.array.data[:_COOKIE_BYTES] = cookie
-        self.offer = Offer(self._path, nbytes, cookie)
+        self.offer = SegmentLocation(self._path, nbytes, cookie)
 
     def withdraw(self) -> None:
         os.close(self._file)
@@ -81,7 +81,7 @@ class SegmentOffer:
             self.segment.array[:_COOKIE_BYTES] = 0
 
 
-def accept(offer: Offer) -> Segment | None:
+def accept(offer: SegmentLocation) -> Segment | None:
     """Map an offered segment, or None where this process cannot reach that memory."""
     try:
         file = os.open(offer.path, os.O_RDWR | os.O_CLOEXEC)

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from hvlike.system import mapped_memory
-from hvlike.system.mapped_memory import Offer, Segment, SegmentOffer
+from hvlike.system.mapped_memory import Segment, SegmentLocation, SegmentOffer
 from hvlike.system.semaphore import Semaphore
 
 T = TypeVar("T")
@@ -84,7 +84,7 @@ class System:
         """(segment, offset, count): so many words of 8 bytes from there on; an index costs some 15 ns."""
         self.private: Callable[[int], Segment] = Segment.private
         self.make_offer: Callable[[int, int], SegmentOffer | None] = mapped_memory.make_offer
-        self.accept: Callable[[Offer], Segment | None] = mapped_memory.accept
+        self.accept: Callable[[SegmentLocation], Segment | None] = mapped_memory.accept
 
         # Where a rank is no process: what stands for SocketEvents, for FirstReport and for mpi4py.MPI.
         self.socket_events: Callable[[], Any] | None = None

@@ -244,14 +244,14 @@ class _Calls:
         self._loop.post(lambda: self._fail("hvlike has been shut down on this rank"))
 
 
-class _Process:
+class _OpenStores:
     def __init__(self) -> None:
         self.kept: list[MpiStore] = []
         self.calls: _Calls | None = None
         self.lock = system.Lock()
 
 
-_process = of_process(_Process)
+_process = of_process(_OpenStores)
 
 
 def _calls_of(running: Context) -> _Calls:

@@ -18,7 +18,7 @@ from hvlike.bench.harness.comparison import Contestant, Ratio, Summary, compare,
 from hvlike.bench.harness.report import Bars, format_size, parse_sizes, publish, ratio_cell, table, with_spread
 from hvlike.bench.peers import Peers, peers
 from hvlike.bench.reducers import GLOO, OURS
-from hvlike.bench.trainers import ALONE, WORKLOADS, ExchangeTrainer, Trainer, Workload
+from hvlike.bench.trainers import ALONE, WORKLOADS, BenchTrainer, ExchangeTrainer, Workload
 from hvlike.errors import HvlikeError, UsageError
 from hvlike.torch_distributed.autoload import BACKEND_NAME, register
 
@@ -90,7 +90,7 @@ class Result:
         return {"call": self.call, "bytes": self.size, "seconds": with_samples(self.seconds), "ratios": ratios}
 
 
-def as_text(conditions: dict[str, Any], calls: Sequence[Result], steps: list[step.Result]) -> str:
+def as_text(conditions: dict[str, Any], calls: Sequence[Result], steps: list[step.StepResult]) -> str:
     rows = []
     for each in calls:
         times = [with_spread(Summary.of(each.seconds[name])) for name in (OURS, GLOO)]
@@ -106,7 +106,7 @@ def as_text(conditions: dict[str, Any], calls: Sequence[Result], steps: list[ste
     return "\n\n".join([*parts, *([step.as_text(conditions, steps), silent] if steps else [])])
 
 
-def panels(calls: Sequence[Result], steps: list[step.Result]) -> list[Any]:
+def panels(calls: Sequence[Result], steps: list[step.StepResult]) -> list[Any]:
     sizes = [format_size(size) for size in dict.fromkeys(each.size for each in calls)]
     ratios: dict[str, list[Summary]] = {}
     for each in calls:
@@ -115,7 +115,7 @@ def panels(calls: Sequence[Result], steps: list[step.Result]) -> list[Any]:
     return drawn + (step.panels(steps) if steps else [])
 
 
-class FsdpTrainer(Trainer):
+class FsdpTrainer(BenchTrainer):
     """Each rank keeps a shard of every layer: torch's FSDP2."""
 
     def __init__(self, name: str, workload: Workload, seed: int, rank: int, group: Group) -> None:
@@ -198,8 +198,8 @@ def measure(call: str, size: int, groups: dict[str, Group], there: Peers, option
     return Result(call, size, compare(there.raw, entered, count, warmups=_FIRST_TURNS, seed=options.seed))
 
 
-def _ddp(name: str, workload: Workload, seed: int, rank: int, group: Group) -> Trainer:
-    trainer = Trainer(name, workload, seed, rank)
+def _ddp(name: str, workload: Workload, seed: int, rank: int, group: Group) -> BenchTrainer:
+    trainer = BenchTrainer(name, workload, seed, rank)
     parallel: Any = nn.parallel.DistributedDataParallel
     trainer.network = parallel(trainer.model, process_group=group)
     return trainer
@@ -226,13 +226,13 @@ def _ended(result: Tensor) -> torch.futures.Future[Tensor]:
 def _steps(
     kind: str,
     workload: Workload,
-    make: Callable[[str, Workload, int, int, Group], Trainer],
+    make: Callable[[str, Workload, int, int, Group], BenchTrainer],
     groups: dict[str, Group],
     there: Peers,
     options: argparse.Namespace,
-) -> step.Result:
+) -> step.StepResult:
     rank, seed = hvlike.rank(), options.seed
-    trainers = [Trainer(ALONE, workload, seed, rank)]
+    trainers = [BenchTrainer(ALONE, workload, seed, rank)]
     trainers += [make(name, workload, seed, rank, group) for name, group in groups.items()]
     if make is _ddp:
         trainers.append(SilentTrainer(workload, seed, rank, groups[GLOO]))

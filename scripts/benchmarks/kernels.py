@@ -30,7 +30,7 @@ _REPETITIONS = 40
 _WARM_UPS = 3
 
 
-class Result(allreduce.Result):
+class Result(allreduce.AllreduceResult):
     @property
     def ratios(self) -> dict[str, Ratio]:
         """Of hvlike with more threads to hvlike with the fewest."""

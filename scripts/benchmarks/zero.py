@@ -15,7 +15,7 @@ from hvlike.bench.harness.benchmark import add_common, heading, positive
 from hvlike.bench.harness.comparison import Contestant, Ratio, Summary, compare, with_samples
 from hvlike.bench.harness.report import Bars, format_size, publish, table, with_quartiles, with_spread
 from hvlike.bench.peers import Peers, peers
-from hvlike.bench.trainers import Shape, Trainer, Workload, bert, shaped
+from hvlike.bench.trainers import BenchTrainer, Shape, Workload, bert, shaped
 from hvlike.nn import DistributedDataParallel
 from hvlike.optim import ZeroRedundancyOptimizer
 
@@ -77,7 +77,7 @@ def panels(result: Result) -> list[Bars]:
     return [Bars("optimizer state on a rank", "MiB", ["Adam"], state), Bars("a step", "ms", ["Adam"], steps)]
 
 
-class ZeroTrainer(Trainer):
+class ZeroTrainer(BenchTrainer):
     @property
     def state_bytes(self) -> int:
         # torch's ZeroRedundancyOptimizer has the one with the state inside.

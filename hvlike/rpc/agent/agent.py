@@ -35,7 +35,7 @@ from hvlike.rpc.wire.message import (
     STATUS_QUERY,
     Description,
     Packed,
-    Request,
+    ServedRequest,
     WorkerInfo,
     describe_error,
 )
@@ -43,7 +43,7 @@ from hvlike.system.system import of_process, system
 from hvlike.transport.fabric import Fabric
 from hvlike.transport.messages.traffic import Topic
 
-Handler = Callable[[Request], None]
+Handler = Callable[[ServedRequest], None]
 NoticeHandler = Callable[[int, Any, list[torch.Tensor]], None]
 
 _autograd: Any = torch.autograd
@@ -119,7 +119,7 @@ class Agent:
         self._lock = system.Lock()
         self._works = 0
         self.pending = PendingCalls()
-        self.open: dict[tuple[int, int], Request] = {}  # Requests not yet answered, by caller and number
+        self.open: dict[tuple[int, int], ServedRequest] = {}  # Requests not yet answered, by caller and number
         self.sent = [0] * self.size
         self.received = [0] * self.size  # How many messages were sent to each worker, and have come from each
         self.shutdown = SessionShutdown(self)
@@ -278,7 +278,9 @@ class Agent:
         self.received[source] += 1
         if what == REQUEST:
             number, body, kind, *note = rest
-            request = Request(source, number, kind, Packed(body, storages, *note), system.monotonic(), self._respond)
+            request = ServedRequest(
+                source, number, kind, Packed(body, storages, *note), system.monotonic(), self._respond
+            )
             self.open[source, number] = request
             handler, in_loop = self._handlers[kind]
             if in_loop:
@@ -359,7 +361,7 @@ class Agent:
             self._finish(call, RpcError(text))
         return self.pending.next_deadline()
 
-    def _serve(self, handler: Handler, request: Request) -> None:
+    def _serve(self, handler: Handler, request: ServedRequest) -> None:
         """In a pool thread."""
         if self.ended is not None:
             # The request waited for a thread until after the session; its caller has been told.
@@ -373,7 +375,7 @@ class Agent:
         except BaseException as error:
             request.answer(error)
 
-    def _respond(self, request: Request, result: Packed | BaseException | Description) -> None:
+    def _respond(self, request: ServedRequest, result: Packed | BaseException | Description) -> None:
         source, number = request.source, request.number
         if isinstance(result, BaseException):
             result = describe_error(result, self.me)
@@ -407,12 +409,12 @@ class Agent:
                 self._loop.perform(self.shutdown.check)
 
 
-class _Process:
+class _CurrentAgent:
     def __init__(self) -> None:
         self.agent: Agent | None = None
 
 
-_process = of_process(_Process)
+_process = of_process(_CurrentAgent)
 
 
 def current_agent() -> Agent:

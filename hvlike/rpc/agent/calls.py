@@ -16,7 +16,7 @@ from hvlike.rpc.agent.futures import Promise, end_early, is_async, run
 from hvlike.rpc.agent.options import UNSET_RPC_TIMEOUT, checked_timeout
 from hvlike.rpc.agent.profiling import recorded_async, recorded_call, recorded_request
 from hvlike.rpc.wire.autograd_hooks import NO_CONTEXT, bind_caller, bind_context, this_thread
-from hvlike.rpc.wire.message import CALL, Packed, Request, WorkerInfo, rebuild_error
+from hvlike.rpc.wire.message import CALL, Packed, ServedRequest, WorkerInfo, rebuild_error
 from hvlike.rpc.wire.pickler import Incoming, Outgoing, pack, unpack
 
 Destination = str | int | WorkerInfo
@@ -170,12 +170,12 @@ def prepare_call(
         about=func,
         records=torch.is_grad_enabled(),
         device_map=agent.devices.requests.get(rank, {}),
-        what=f"Request to {agent.workers[rank].name}",
+        what=f"ServedRequest to {agent.workers[rank].name}",
     )
     return rank, pack((func, tuple(args) if args else (), dict(kwargs) if kwargs else {}), outgoing), limit
 
 
-def pack_answer(agent: Agent, request: Request, value: Any) -> Packed:
+def pack_answer(agent: Agent, request: ServedRequest, value: Any) -> Packed:
     """Return a value as it travels to the caller of a request, in the request's context. Raises: what pickle raises."""
     if agent.ended is not None:
         # The function has outlived its session: an RRef of a later one would wait for an answer that is never sent.
@@ -193,7 +193,7 @@ def pack_answer(agent: Agent, request: Request, value: Any) -> Packed:
 
 def run_when_confirmed(
     agent: Agent,
-    request: Request,
+    request: ServedRequest,
     rrefs: Sequence[Any],
     function: tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]],
     answer: Callable[[Any], None],
@@ -241,7 +241,7 @@ def _fulfil(promise: Promise, ended: Callable[[Exception | None], None] | None, 
         promise.set_error(error)
 
 
-def _serve_call(agent: Agent, request: Request) -> None:
+def _serve_call(agent: Agent, request: ServedRequest) -> None:
     """Serve a call. In a pool thread."""
     incoming = Incoming(request.source, agent.rrefs)
     function = unpack(request.packed, incoming)
@@ -249,7 +249,7 @@ def _serve_call(agent: Agent, request: Request) -> None:
     run_when_confirmed(agent, request, incoming.rrefs, function, partial(_answer, agent, request), request.answer)
 
 
-def _answer(agent: Agent, request: Request, value: Any) -> None:
+def _answer(agent: Agent, request: ServedRequest, value: Any) -> None:
     result: Packed | Exception
     try:
         result = pack_answer(agent, request, value)

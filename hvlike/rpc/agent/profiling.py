@@ -22,7 +22,7 @@ from torch.autograd import profiler
 from hvlike.observe.recorder import Recorder
 from hvlike.rpc.agent.agent import Agent
 from hvlike.rpc.agent.futures import Promise, async_execution, is_async
-from hvlike.rpc.wire.message import Description, Packed, Request, describe_subject, function_name
+from hvlike.rpc.wire.message import Description, Packed, ServedRequest, describe_subject, function_name
 from hvlike.system.system import of_process, system
 
 _autograd: Any = torch.autograd
@@ -118,7 +118,7 @@ def recorded_async(agent: Agent, call: Callable[..., Any], to: object, func: Any
     return promise.future
 
 
-def recorded_request(agent: Agent, request: Request, func: Any) -> Any:
+def recorded_request(agent: Agent, request: ServedRequest, func: Any) -> Any:
     """Record the wait, the run and the answer of a request. Returns the function to run instead."""
     name, caller = function_name(func), agent.workers[request.source]
     request.about = describe_subject(request.about)
@@ -145,7 +145,7 @@ def recorded_request(agent: Agent, request: Request, func: Any) -> Any:
     return async_execution(run) if is_async(func) else run
 
 
-def _record_end(row: TimelineRow, respond: Callable[..., None], request: Request, result: Any) -> None:
+def _record_end(row: TimelineRow, respond: Callable[..., None], request: ServedRequest, result: Any) -> None:
     if isinstance(result, Packed):
         row.end({"bytes": _bytes_of(result)})
     else:

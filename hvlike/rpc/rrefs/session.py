@@ -32,7 +32,7 @@ from hvlike.rpc.rrefs.lifetime import (
     OwnedValue,
 )
 from hvlike.rpc.wire.autograd_hooks import autograd_hooks
-from hvlike.rpc.wire.message import FETCH, REMOTE, Packed, Request, describe_error, function_name
+from hvlike.rpc.wire.message import FETCH, REMOTE, Packed, ServedRequest, describe_error, function_name
 from hvlike.rpc.wire.pickler import Incoming, discard, unpack
 from hvlike.system.system import of_process, system
 
@@ -187,13 +187,13 @@ class RRefSession:
         )
 
 
-class _Process:
+class _CurrentSession:
     def __init__(self) -> None:
         self.session: RRefSession | None = None
         self.checks_leaks = False
 
 
-_process = of_process(_Process)
+_process = of_process(_CurrentSession)
 
 
 def current_session() -> RRefSession:
@@ -232,7 +232,7 @@ def begin_rrefs(agent: Agent) -> None:
     _process.session = session
 
 
-def _create(session: RRefSession, request: Request) -> None:
+def _create(session: RRefSession, request: ServedRequest) -> None:
     """Serve remote(). In a pool thread."""
     body = request.packed.body
     rref, fork = (GlobalId(*NAME.unpack_from(body, start)) for start in (0, NAME.size))
@@ -249,17 +249,17 @@ def _create(session: RRefSession, request: Request) -> None:
     run_when_confirmed(session.agent, request, incoming.rrefs, function, answer, fail)
 
 
-def _settle(session: RRefSession, entry: OwnedValue, request: Request, value: Any) -> None:
+def _settle(session: RRefSession, entry: OwnedValue, request: ServedRequest, value: Any) -> None:
     session.settle(entry, value)
     request.answer(_DONE)
 
 
-def _settle_failure(session: RRefSession, entry: OwnedValue, request: Request, error: BaseException) -> None:
+def _settle_failure(session: RRefSession, entry: OwnedValue, request: ServedRequest, error: BaseException) -> None:
     session.settle(entry, failure=describe_error(error, session.agent.me))
     request.answer(_DONE)
 
 
-def _look_up(session: RRefSession, request: Request) -> None:
+def _look_up(session: RRefSession, request: ServedRequest) -> None:
     """Serve to_here(). In the loop."""
     rref = GlobalId(*NAME.unpack(request.packed.body))
     request.about = f"to_here of {rref}"
@@ -269,7 +269,7 @@ def _look_up(session: RRefSession, request: Request) -> None:
     session.perform(session.lifetime.when_settled, entry, partial(_send_copy, session, request, entry), in_loop=True)
 
 
-def _send_copy(session: RRefSession, request: Request, entry: OwnedValue) -> None:
+def _send_copy(session: RRefSession, request: ServedRequest, entry: OwnedValue) -> None:
     if entry.failure is not None:
         request.answer(entry.failure)
         return

@@ -56,7 +56,7 @@ class AutogradHooks(Protocol):
         """Run hvlike.autograd.backward from these tensors. Blocks."""
 
 
-class _Process:
+class _Installed:
     hooks: AutogradHooks
 
 
@@ -68,11 +68,11 @@ this_thread = _ThisThread()
 
 
 def install_autograd_hooks(hooks: AutogradHooks) -> None:
-    _Process.hooks = hooks
+    _Installed.hooks = hooks
 
 
 def autograd_hooks() -> AutogradHooks:
-    return _Process.hooks
+    return _Installed.hooks
 
 
 class in_context:

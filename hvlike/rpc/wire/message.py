@@ -186,7 +186,7 @@ class Packed(NamedTuple):
 
 
 @dataclass(eq=False, slots=True)
-class Request:
+class ServedRequest:
     """A request on the worker that serves it."""
 
     source: int  # Rank of the caller
@@ -194,7 +194,7 @@ class Request:
     kind: int
     packed: Packed
     came: float  # When it arrived, in seconds of system.monotonic()
-    respond: Callable[[Request, Packed | BaseException | Description], None]
+    respond: Callable[[ServedRequest, Packed | BaseException | Description], None]
     about: object = ""  # The requested function, once it is known, or words; for reports (see describe_subject)
     # True if the handler answers last: its thread sends the reply when it drives the loop again, and is there for the
     # caller's next message.

@@ -53,7 +53,7 @@ class Preempted(SystemExit):
         super().__init__(EXIT_PREEMPTED)
 
 
-class _Handlers:
+class _SignalHandlers:
     """The signal handlers of this process, and whether one was called."""
 
     asked = False
@@ -89,7 +89,7 @@ class _Handlers:
             previous(number, frame)
 
 
-HANDLERS = _Handlers()
+HANDLERS = _SignalHandlers()
 
 
 def agree(also: int = 0) -> tuple[bool, int]:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Generator
 from typing import Any, TypeVar
 
 from hvlike.errors import LaunchError
-from hvlike.system.mapped_memory import Offer, Segment
+from hvlike.system.mapped_memory import Segment, SegmentLocation
 from hvlike.system.system import system
 
 T = TypeVar("T")
@@ -28,7 +28,7 @@ def share_steps(
     """
     for attempt in range(_ATTEMPTS):
         made = system.make_offer(nbytes, attempt) if leads else None
-        offer: Offer | None = yield from tell(made.offer if made else None)
+        offer: SegmentLocation | None = yield from tell(made.offer if made else None)
         segment = made.segment if made else system.accept(offer) if offer else None
         agreed = yield from collect(segment is not None)
         if made:

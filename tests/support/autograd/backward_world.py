@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 
-from hvlike.autograd.protocol import BackwardMessage, BackwardState, Gradients, Mode, Phase
+from hvlike.autograd.protocol import BackwardMessage, BackwardPhase, BackwardState, Gradients, Mode
 
 Key = tuple[int, int]
 """A backward: its root, its number."""
@@ -212,7 +212,7 @@ class World:
             self._post(rank, to, key, message)
         for to in set(messages) & self.lost:
             self._turn(rank, key, partial(part.lost, to, "it is gone"))
-        if rank == key[0] and part.phase is Phase.FINISHED:
+        if rank == key[0] and part.phase is BackwardPhase.FINISHED:
             self._check_over(key)
 
     def _post(self, source: int, to: int, key: Key, message: BackwardMessage) -> None:
@@ -223,7 +223,7 @@ class World:
         """The root returns: nobody works on it any more, and nothing is on its way that could begin anything."""
         for (rank, each), part in self.parts.items():
             if each == key and rank not in self.lost | self.released:
-                assert part.phase is Phase.FINISHED, f"worker {rank} is {part.phase}"
+                assert part.phase is BackwardPhase.FINISHED, f"worker {rank} is {part.phase}"
         for queue in self.flying.values():
             assert not any(each == key and message.opens for each, message in queue)
 

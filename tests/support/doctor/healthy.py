@@ -5,7 +5,7 @@ from typing import Any
 
 from hvlike.backends.cuda.nccl import NcclFacts
 from hvlike.doctor.gpus import Gpus, NcclState
-from hvlike.doctor.job import Case, Gathered, Job, RankFacts, RankReport, Row, Timing, Timings, Way
+from hvlike.doctor.job import Case, Gathered, JobProgress, RankFacts, RankReport, Row, TimedWay, Timing, Timings
 from hvlike.doctor.launching import LaunchEnvironment, Launchers, Trial
 from hvlike.doctor.machine import Files, Folder, Processor, SharedMemory
 from hvlike.doctor.software import Software
@@ -67,14 +67,14 @@ def rows(median: float = 1e-3, *, right: bool = True) -> tuple[Row, ...]:
     return tuple(Row(size, median, median, median, right) for size in (4096, 16 * MIB))
 
 
-def job(*ranks: RankFacts, nodes: tuple[tuple[int, ...], ...] = ((0, 1),)) -> Job:
+def job(*ranks: RankFacts, nodes: tuple[tuple[int, ...], ...] = ((0, 1),)) -> JobProgress:
     """One in which every step has worked."""
     size = len(ranks)
-    return Job(
+    return JobProgress(
         report=report(size),
         gathered=Gathered(nodes, ranks, tuple(1.8e9 for _ in ranks)),
         running=tuple("memfd" for _ in ranks),
-        timings=Timings((Timing(Way("shared", tuple(range(size))), rows()),), 4e-3),
+        timings=Timings((Timing(TimedWay("shared", tuple(range(size))), rows()),), 4e-3),
         end=None,
     )
 

@@ -10,7 +10,7 @@ import random
 import pytest
 from support.autograd.backward_world import Key, Message, Program, World, random_program
 
-from hvlike.autograd.protocol import Mode, Phase
+from hvlike.autograd.protocol import BackwardPhase, Mode
 
 SEEDS = 60
 COMPLETE = [Mode.SAFE, Mode.SMART]
@@ -28,7 +28,7 @@ def check_gradients(world: World, key: Key) -> None:
 def check_nothing_runs(world: World) -> None:
     for (rank, _), part in world.parts.items():
         if rank not in world.lost | world.released:
-            assert part.phase in (Phase.FINISHED, Phase.FAILED)
+            assert part.phase in (BackwardPhase.FINISHED, BackwardPhase.FAILED)
 
 
 @pytest.mark.parametrize("mode", COMPLETE)
@@ -40,7 +40,7 @@ def test_every_gradient_arrives(mode: Mode, size: int) -> None:
         world.begin()
         world.run_out()
         for key in world.program.roots:
-            assert world.root_of(key).phase is Phase.FINISHED
+            assert world.root_of(key).phase is BackwardPhase.FINISHED
             check_gradients(world, key)
         check_nothing_runs(world)
 
@@ -66,7 +66,7 @@ def test_messages_that_are_opened_late_or_never(mode: Mode, size: int) -> None:
         world.begin()
         world.run_out()
         for key in world.program.roots:
-            assert world.root_of(key).phase is Phase.FINISHED
+            assert world.root_of(key).phase is BackwardPhase.FINISHED
             check_gradients(world, key)
 
 
@@ -85,7 +85,7 @@ def test_fast_ends_well_exactly_when_every_result_is_used(size: int) -> None:
             used = program.gradients(key)
             # Whom the root has nothing to do with is never asked.
             complete = all(message.number in used for message in program.messages if message.source in engaged)
-            assert root.phase is (Phase.FINISHED if complete else Phase.FAILED)
+            assert root.phase is (BackwardPhase.FINISHED if complete else BackwardPhase.FAILED)
             assert complete or (root.error is not None and "is not used" in root.error)
             ends.add(root.phase)
         check_nothing_runs(world)
@@ -103,12 +103,12 @@ def test_an_error_reaches_the_root_and_ends_everything(mode: Mode, size: int) ->
         world.failing[bad, rank] = rng.randrange(3)
         world.begin()
         world.run_out()
-        has_failed = (bad, rank) not in world.failing and world.parts[rank, bad].phase is Phase.FAILED
+        has_failed = (bad, rank) not in world.failing and world.parts[rank, bad].phase is BackwardPhase.FAILED
         failed += has_failed
         for key in world.program.roots:
             root = world.root_of(key)
-            assert root.phase is (Phase.FAILED if key == bad and has_failed else Phase.FINISHED)
-            if root.phase is Phase.FAILED:
+            assert root.phase is (BackwardPhase.FAILED if key == bad and has_failed else BackwardPhase.FINISHED)
+            if root.phase is BackwardPhase.FAILED:
                 assert root.error is not None
                 hops = root.error.split("Error on Node ")[1:]
                 assert (hops[0], hops[-1]) == (root_prefix(hops, bad[0]), f"{rank}: it fails here")
@@ -133,7 +133,7 @@ def test_a_worker_is_lost(mode: Mode, size: int) -> None:
         world.run_out()
         check_nothing_runs(world)
         ends |= {world.root_of(key).phase for key in world.program.roots if key[0] not in world.lost}
-    assert ends == {Phase.FINISHED, Phase.FAILED}
+    assert ends == {BackwardPhase.FINISHED, BackwardPhase.FAILED}
 
 
 @pytest.mark.parametrize("mode", COMPLETE)
@@ -148,8 +148,8 @@ def test_the_context_is_released_on_a_worker(mode: Mode, size: int) -> None:
         world.run_out()
         check_nothing_runs(world)
         ends |= {world.root_of(key).phase for key in world.program.roots}
-    assert Phase.FINISHED in ends
-    assert size == 1 or Phase.FAILED in ends
+    assert BackwardPhase.FINISHED in ends
+    assert size == 1 or BackwardPhase.FAILED in ends
 
 
 def calls(used: int, unused: int = 0, *, chain: bool = False, unused_chain: bool = False) -> Program:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from hvlike.bench.step import Result, as_text, overhead_ratio, panels
+from hvlike.bench.step import StepResult, as_text, overhead_ratio, panels
 
 # The machine became twice as slow in between; the overhead did so, too.
 FLOOR = [1.0, 1.0, 2.0, 2.0, 1.0]
@@ -10,9 +10,9 @@ OURS = [1.1, 1.1, 2.2, 2.2, 1.1]
 THEIRS = [1.5, 1.5, 3.0, 3.0, 1.5]
 
 
-def result() -> Result:
+def result() -> StepResult:
     seconds = {"no communication": FLOOR, "hvlike": OURS, "DDP-gloo": THEIRS, "even faster": FLOOR}
-    return Result("mlp", "four layers", 8, 64 << 20, 1, seconds)
+    return StepResult("mlp", "four layers", 8, 64 << 20, 1, seconds)
 
 
 def test_report_names_what_was_measured() -> None:

@@ -25,7 +25,7 @@ from support.doctor.healthy import launch_environment as seen
 from hvlike.backends.cuda.nccl import NcclFacts
 from hvlike.doctor import command
 from hvlike.doctor.finding import Verdict
-from hvlike.doctor.job import Case, Gathered, Job, Timing, Timings, Way
+from hvlike.doctor.job import Case, Gathered, JobProgress, TimedWay, Timing, Timings
 from hvlike.doctor.launching import Launchers, Trial
 from hvlike.doctor.machine import Files, Folder, Model, Processor, SharedMemory
 from hvlike.doctor.probe import Gap
@@ -68,7 +68,7 @@ def both(**changes: Any) -> Case:
 def unfinished(*interfaces: str) -> Case:
     """A rank of srun, which offers these interfaces, and whose MPI did not begin in time."""
     own = rank(environment=replace(seen(SRUN), interfaces=interfaces))
-    return case(own, nodes=((0,),), job=Job(LATE, None, None, None, None))
+    return case(own, nodes=((0,),), job=JobProgress(LATE, None, None, None, None))
 
 
 def came(**changes: Any) -> Case:
@@ -79,7 +79,7 @@ def came(**changes: Any) -> Case:
 def singletons(**environment: str) -> Case:
     """A rank that its launcher counts among several and MPI does not."""
     own = rank(environment=seen(environment))
-    started = Job(report(1), Gathered(((0,),), (own,), (1.8e9,)), Gap("failed: LaunchError"), None, None)
+    started = JobProgress(report(1), Gathered(((0,),), (own,), (1.8e9,)), Gap("failed: LaunchError"), None, None)
     return case(own, nodes=((0,),), job=started)
 
 
@@ -100,7 +100,7 @@ def tried(status: int | None, *sizes: int) -> Case:
 
 def timed(backend: str, **changes: Any) -> Case:
     """A job in which a backend took so long."""
-    way = Timing(Way(backend, (0, 1)), rows(**changes))
+    way = Timing(TimedWay(backend, (0, 1)), rows(**changes))
     return came(timings=Timings((way,), 4e-3))
 
 
@@ -320,7 +320,7 @@ NOTHING_TO_JUDGE: list[tuple[str, Case]] = [
     ("two ranks", case(rank(library=LATE, environment=seen()), rank(), trial=None)),
     (
         "launcher",
-        case(rank(library=LATE), job=Job(Gap("failed: LaunchError: no library"), None, None, None, None)),
+        case(rank(library=LATE), job=JobProgress(Gap("failed: LaunchError: no library"), None, None, None, None)),
     ),
     ("two ranks", case(trial=None)),
     ("same software", alone()),

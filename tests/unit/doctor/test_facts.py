@@ -7,7 +7,7 @@ import pytest
 
 from hvlike.bench.harness.report import format_seconds
 from hvlike.doctor import finding, gpus, launching, machine, software
-from hvlike.doctor.job import Way, ways
+from hvlike.doctor.job import TimedWay, ways
 from hvlike.errors import UsageError
 from hvlike.transport.host.find_mpirun import COUNT_RANKS, HYDRA, UNKNOWN, MpiLibrary, Mpirun
 
@@ -35,7 +35,7 @@ def nothing() -> int:
     ],
 )
 def test_the_ways_of_a_job(nodes: tuple[tuple[int, ...], ...], expected: list[tuple[str, tuple[int, ...]]]) -> None:
-    assert ways(nodes) == [Way(*each) for each in expected]
+    assert ways(nodes) == [TimedWay(*each) for each in expected]
 
 
 @pytest.mark.parametrize(("text", "count"), [("10", 10), ("3e6", 3_000_000), ("2_500_000", 2_500_000)])

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from hvlike.doctor.job import Job, read_job
+from hvlike.doctor.job import JobProgress, read_job
 from hvlike.doctor.probe import Answers, Gap, Prober
 
 
@@ -119,8 +119,8 @@ def test_a_job_shows_where_it_ended(steps: int) -> None:
     gap = Gap("ended")
     records = ("place", "meeting", "running", "timings")[:steps]
     expected = [*records, gap, None, None, None, None][:5]
-    assert read_job(Answers(records, gap)) == Job(*expected)  # type: ignore[arg-type]
+    assert read_job(Answers(records, gap)) == JobProgress(*expected)  # type: ignore[arg-type]
 
 
 def test_a_job_that_came_to_its_end_has_no_gap() -> None:
-    assert read_job(Answers((1, 2, 3, 4), None)) == Job(1, 2, 3, 4, None)  # type: ignore[arg-type]
+    assert read_job(Answers((1, 2, 3, 4), None)) == JobProgress(1, 2, 3, 4, None)  # type: ignore[arg-type]

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from hvlike.errors import LaunchError
-from hvlike.system.mapped_memory import Offer, SegmentOffer, accept, make_offer
+from hvlike.system.mapped_memory import SegmentLocation, SegmentOffer, accept, make_offer
 from hvlike.system.system import system
 from hvlike.transport.memory import segment
 
@@ -39,7 +39,7 @@ def test_an_offer_that_cannot_be_opened_or_has_another_size_is_declined() -> Non
     made.withdraw()
     assert accept(offer) is None
     other = SegmentOffer(8192, memfd=True)
-    assert accept(Offer(other.offer.path, 4096, other.offer.cookie)) is None
+    assert accept(SegmentLocation(other.offer.path, 4096, other.offer.cookie)) is None
     other.withdraw()
 
 

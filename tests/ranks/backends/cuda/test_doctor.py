@@ -12,7 +12,7 @@ def test_the_backend_of_a_device_is_timed(late: Late, monkeypatch: pytest.Monkey
     monkeypatch.setattr(job, "SIZES", (4 << 10, 64 << 10))
     measured = job.measure_ways([], torch.device("cpu"))
     (only,) = measured.timings
-    assert only.way == job.Way(late.backend, tuple(range(late.hvd.size())))
+    assert only.way == job.TimedWay(late.backend, tuple(range(late.hvd.size())))
     assert late.backend in only.reason
     assert [row.nbytes for row in only.rows] == list(job.SIZES)
     assert all(row.right for row in only.rows)

@@ -10,7 +10,7 @@ from support.simulation.machine.primitives import SimulatedSemaphore
 from support.simulation.machine.scheduler import Scheduler
 from support.simulation.machine.store_buffers import Order, StoreBuffers
 
-from hvlike.system.mapped_memory import Offer, Segment, words
+from hvlike.system.mapped_memory import Segment, SegmentLocation, words
 from hvlike.system.semaphore import SEMAPHORE_BYTES
 
 
@@ -31,7 +31,7 @@ class PlainOffer:
 
     def __init__(self, segment: PlainSegment, number: int) -> None:
         self.segment = segment
-        self.offer = Offer(f"segment {number}", segment.array.nbytes, b"")
+        self.offer = SegmentLocation(f"segment {number}", segment.array.nbytes, b"")
 
     def withdraw(self) -> None:
         """Nothing is to be done."""
@@ -118,7 +118,7 @@ class NodeMemory:
         self._segments[made.offer.path] = self._node_of[self._scheduler.rank], made.segment
         return made
 
-    def accept(self, offer: Offer) -> Segment | None:
+    def accept(self, offer: SegmentLocation) -> Segment | None:
         """mapped_memory.accept."""
         node, segment = self._segments[offer.path]
         return segment if node == self._node_of[self._scheduler.rank] else None
