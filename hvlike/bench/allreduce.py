@@ -17,7 +17,7 @@ import torch
 import hvlike
 from hvlike.bench.harness.benchmark import add_bare_and_device, add_common, choice_of, heading
 from hvlike.bench.harness.comparison import Ratio, Summary, compare, ratios_of, with_samples
-from hvlike.bench.harness.report import Bars, Curves, format_size, parse_sizes, publish, ratio_cell, table, with_spread
+from hvlike.bench.harness.report import Bars, Curves, parse_sizes, publish, ratio_cell, table, with_spread
 from hvlike.bench.peers import Peers, peers
 from hvlike.bench.reducers import (
     BARE,
@@ -33,6 +33,7 @@ from hvlike.bench.reducers import (
     contestants,
 )
 from hvlike.errors import UsageError
+from hvlike.observe.printing import format_size
 
 PURPOSE = "hvlike.allreduce_ beside MPI, gloo, Horovod and floors of memory"
 

@@ -15,7 +15,7 @@ import hvlike
 from hvlike.bench.harness.benchmark import add_bare_and_device, add_common, choice_of, heading
 from hvlike.bench.harness.comparison import Contestant, Summary, compare, with_samples
 from hvlike.bench.harness.raw_mpi import RawMpi
-from hvlike.bench.harness.report import NO_BAR, Bars, format_size, publish, table, with_spread
+from hvlike.bench.harness.report import NO_BAR, Bars, publish, table, with_spread
 from hvlike.bench.peers import Peers, peers
 from hvlike.bench.reducers import EXCHANGE, EXCHANGE_MEANS, BareLoop
 from hvlike.bench.trainers import (
@@ -28,6 +28,7 @@ from hvlike.bench.trainers import (
     contestants,
     expected_gradients,
 )
+from hvlike.observe.printing import format_size
 
 PURPOSE = "a training step beside torch's DDP, Horovod and no communication"
 

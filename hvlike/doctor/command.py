@@ -18,9 +18,7 @@ from hvlike.doctor import gpus, job, launching, machine, software
 from hvlike.doctor.finding import Finding, Skipped, Verdict, plural, quoted
 from hvlike.doctor.job import Case, collect_rank_facts, start_job
 from hvlike.doctor.launching import Launchers, Trial, collect_launchers, try_ranks
-from hvlike.doctor.machine import Model, collect_model
 from hvlike.doctor.probe import LIMIT, Gap, Prober, Unanswered
-from hvlike.transport.host.find_mpirun import COUNT_RANKS, LOSE_RANK, TOLERANT_FLAGS, is_fault_tolerant
 from hvlike.transport.host.launchers import detect_launcher
 
 CHECKS: dict[str, Callable[[Case, Finding], None]] = {
@@ -39,12 +37,10 @@ CHECKS: dict[str, Callable[[Case, Finding], None]] = {
     "cores": machine.check_cores,
     "threads": machine.check_omp_threads,
     "shared memory": machine.check_shared_memory,
-    "model": machine.check_model,
     "GPU": gpus.check_gpu,
     "GPU per rank": gpus.check_gpu_sharing,
     "NCCL": gpus.check_nccl,
-    "clock": machine.check_clock,
-    "filesystem": machine.check_filesystems,
+    "temporary": machine.check_temporary_files,
     "hvlike": job.check_start,
     "allreduce": job.check_allreduce,
 }
@@ -53,7 +49,6 @@ _WIDTH = 118
 _NAME = 14
 _LONGEST = 24
 Findings = dict[str, Finding]  # By the names of the checks
-_HINT = "FILE.py:function that makes the model, or a number of parameters"
 _MARGIN_SECONDS = 8.0
 _LINGER_SECONDS = 5.0
 _INTERRUPTED = 130
@@ -154,7 +149,6 @@ def main(arguments: list[str]) -> int:
     built = "print what is built in, as horovodrun does, and end"
     parser.add_argument("--check-build", action="store_true", help=built)
     parser.add_argument("--json", action="store_true", help="print the findings as JSON")
-    parser.add_argument("--model", metavar="MODEL", help=_HINT)
     parser.add_argument("--limit", type=float, default=LIMIT, metavar="SECONDS", help="for each question (%(default)g)")
     options = parser.parse_args(arguments)
     launcher = detect_launcher(os.environ)
@@ -166,7 +160,7 @@ def main(arguments: list[str]) -> int:
     prober = Prober(options.limit)
     prober.watch_for_interruption()
     try:
-        case = collect_case(prober, options.model, reports=reports)
+        case = collect_case(prober, reports=reports)
     except KeyboardInterrupt:
         print("the doctor was interrupted", file=sys.stderr)
         return _INTERRUPTED
@@ -187,22 +181,16 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def collect_case(prober: Prober, wanted: str | None, *, reports: bool) -> Case:
-    """Find everything out. wanted: the model that the user has named. Collective: every rank of the job; blocks."""
+def collect_case(prober: Prober, *, reports: bool) -> Case:
+    """Find everything out. Collective: every rank of the job; blocks."""
     own = collect_rank_facts(prober)
     launchers: Launchers | Gap | None = None
     trial: Trial | Gap | None = None
-    loss: Trial | Gap | None = None
-    model: Model | Gap | None = None
     if reports:
         library = None if isinstance(own.library, Gap) else own.library
         launchers = prober.ask(lambda: collect_launchers(library, os.environ))
         if isinstance(launchers, Launchers) and launchers.on_path and library and own.environment.launcher is None:
             first, seconds = launchers.on_path[0], max(1.0, prober.limit - _MARGIN_SECONDS)
-            trial = prober.ask(lambda: try_ranks(first, COUNT_RANKS, seconds))
-            if is_fault_tolerant(first, library):
-                loss = prober.ask(lambda: try_ranks(first, LOSE_RANK, seconds, TOLERANT_FLAGS))
-        if wanted is not None:
-            model = prober.ask(lambda: collect_model(wanted))
-    case = Case((own,), start_job(own, prober), launchers, trial, loss, model)
+            trial = prober.ask(lambda: try_ranks(first, seconds))
+    case = Case((own,), start_job(own, prober), launchers, trial)
     return replace(case, ranks=case.gathered.ranks) if case.gathered and case.gathered.ranks else case

@@ -16,9 +16,6 @@ from typing import Any, NamedTuple
 import torch
 
 import hvlike
-from hvlike.bench.harness.benchmark import settle
-from hvlike.bench.harness.comparison import timed
-from hvlike.bench.harness.report import format_seconds, format_size
 from hvlike.collectives.requests.message_table import name_ranks
 from hvlike.collectives.session.context import current
 from hvlike.config import SETTINGS
@@ -28,15 +25,15 @@ from hvlike.doctor.gpus import Gpus, NcclState, collect_gpus, collect_nccl_state
 from hvlike.doctor.launching import LaunchEnvironment, Launchers, Trial, collect_environment
 from hvlike.doctor.probe import Answers, Gap, Prober, known
 from hvlike.doctor.software import Software, collect_software
+from hvlike.observe.printing import format_seconds, format_size
 from hvlike.transport.host.find_mpirun import MpiLibrary, ask_mpi_library
 from hvlike.transport.host.mpi_library import load_mpi
 from hvlike.transport.host.topology import group_by_node
 from hvlike.version import page
 
-SIZES = (4 << 10, 1 << 20, 16 << 20)  # Bytes
+SIZES = (4 << 10, 16 << 20)  # Bytes
 _WARM, _REPEATS = 3, 7
 _FLOAT_BYTES = 4
-_SLOWER_THAN_A_COPY = 40  # A reduction inside a node that takes so many times as long as a copy is not as it should be
 _SLOW_NETWORK = 100e6  # Bytes a second: less than a gigabit network
 _SLOW_SMALL = 5e-3  # Seconds for a reduction of some KiB inside a node
 _TIMING_LIMITS = 3.0
@@ -53,7 +50,7 @@ class RankFacts:
     library: MpiLibrary | Gap
     processor: machine.Processor | Gap
     memory: machine.SharedMemory | Gap
-    files: machine.Files | Gap
+    files: machine.TemporaryFiles | Gap
     gpus: Gpus | Gap
     nccl: NcclState | Gap
 
@@ -68,99 +65,55 @@ def collect_rank_facts(prober: Prober) -> RankFacts:
         library=prober.ask(lambda: ask_mpi_library(os.environ)),
         processor=prober.ask(lambda: machine.collect_processor(launcher)),
         memory=prober.ask(machine.collect_shared_memory),
-        files=prober.ask(machine.collect_files),
+        files=prober.ask(machine.collect_temporary_files),
         gpus=prober.ask(collect_gpus),
         nccl=prober.ask(collect_nccl_state),
     )
 
 
-class TimedWay(NamedTuple):
-    backend: str
-    ranks: tuple[int, ...]  # Among which it reduces
-
-
-class Row(NamedTuple):  # In seconds
-    nbytes: int
-    median: float
-    low: float
-    high: float
-    right: bool  # Every element of every result was the sum
-
-
 class Timing(NamedTuple):
-    way: TimedWay
-    rows: tuple[Row, ...]  # As its first rank saw them
-    reason: str = ""  # Why it is this backend, where there was a choice
+    """An allreduce over all ranks, as rank 0 saw it."""
+
+    where: str  # "host memory" or "GPU"
+    nbytes: int
+    seconds: float  # The median
+    right: bool  # Every element of every result was the sum
 
 
 class Timings(NamedTuple):
     timings: tuple[Timing, ...]
-    copy: float  # Seconds for the largest size in memory on rank 0
+    device: str | None  # Which backend reduces on GPUs, and why; None: not every rank has one
 
 
-def ways(nodes: Sequence[Sequence[int]]) -> list[TimedWay]:
-    """Return the ways to reduce host memory in a job. nodes: the ranks of each node.
-
-    [[0, 1]]           shared [0 1]
-    [[0], [1]]         network [0 1]
-    [[0, 1], [2, 3]]   shared [0 1], network [0 2], hierarchical [0 1 2 3]
-    """
-    every_rank = tuple(sorted(rank for node in nodes for rank in node))
-    firsts = tuple(node[0] for node in nodes)
-    if len(every_rank) == 1:
-        return []
-    if len(nodes) == 1:
-        return [TimedWay("shared", every_rank)]
-    if firsts == every_rank:
-        return [TimedWay("network", every_rank)]
-    inside = [TimedWay("shared", tuple(nodes[0]))] if len(nodes[0]) > 1 else []
-    return [*inside, TimedWay("network", firsts), TimedWay("hierarchical", every_rank)]
+def measure_allreduce() -> Timings:
+    """Reduce tensors over all ranks; those of GPUs, too, if every rank has one. Collective: every rank; blocks."""
+    if hvlike.size() == 1:
+        return Timings((), None)
+    timings = [_time_allreduce("host memory", nbytes, torch.device("cpu")) for nbytes in SIZES]
+    if not all(hvlike.allgather_object(torch.cuda.device_count() > 0)):
+        return Timings(tuple(timings), None)
+    device = hvlike.pin_device()
+    timings += [_time_allreduce("GPU", nbytes, device) for nbytes in SIZES]
+    # Which backend it is was decided when the first tensor came.
+    choice = current().find_set(None, "doctor").executor.site.device_choice
+    return Timings(tuple(timings), None if choice is None else f"{choice.backend}: {choice.reason}")
 
 
-def own_gpu() -> torch.device | None:
-    """A GPU of this rank, where every rank has one; else None. Collective: every rank; blocks."""
-    every_rank_has_one = all(hvlike.allgather_object(torch.cuda.device_count() > 0))
-    return hvlike.pin_device() if every_rank_has_one else None
-
-
-def measure_ways(plan: Sequence[TimedWay], gpu: torch.device | None) -> Timings:
-    """Time every way, one after the other; tensors of the GPU, too, if there is one. Collective: every rank; blocks."""
-    everybody = hvlike.global_process_set
-    timings = []
-    for way in plan:
-        chosen = everybody if len(way.ranks) == hvlike.size() else hvlike.add_process_set(list(way.ranks))
-        if hvlike.rank() in way.ranks:
-            timings.append(Timing(way, tuple(_rows(way, chosen, torch.device("cpu")))))
+def _time_allreduce(where: str, nbytes: int, device: torch.device) -> Timing:
+    total = hvlike.size() * (hvlike.size() + 1) // 2
+    tensor = torch.empty(nbytes // _FLOAT_BYTES, device=device)
+    seconds = []
+    right = True
+    for _ in range(_WARM + _REPEATS):
+        tensor.fill_(hvlike.rank() + 1)
         hvlike.barrier()
-    if gpu is not None and hvlike.size() > 1:
-        every_rank = TimedWay("cuda", tuple(range(hvlike.size())))
-        rows = tuple(_rows(every_rank, everybody, gpu))
-        # Which backend it is was decided when the first tensor came.
-        choice = current().find_set(None, "doctor").executor.site.device_choice
-        if choice is not None:
-            timings.append(Timing(every_rank._replace(backend=choice.backend), rows, choice.reason))
-    source, target = torch.ones(SIZES[-1] // _FLOAT_BYTES), torch.empty(SIZES[-1] // _FLOAT_BYTES)
-    copies = timed(lambda: target.copy_(source), _REPEATS)
-    return Timings(tuple(timings), statistics.median(copies[1:]))
-
-
-def _rows(way: TimedWay, process_set: hvlike.ProcessSet, device: torch.device) -> Iterator[Row]:
-    total = sum(rank + 1 for rank in way.ranks)
-    for nbytes in SIZES:
-        tensor = torch.empty(nbytes // _FLOAT_BYTES, device=device)
-        seconds = []
-        right = True
-        for _ in range(_WARM + _REPEATS):
-            tensor.fill_(hvlike.rank() + 1)
-            settle(device)
-            hvlike.barrier(process_set=process_set)
-            start = time.perf_counter()
-            hvlike.allreduce_(tensor, op=hvlike.Sum, name=f"doctor.{way.backend}.{nbytes}", process_set=process_set)
-            settle(device)
-            seconds.append(time.perf_counter() - start)
-            right = right and bool((tensor == total).all())
-        kept = seconds[_WARM:]
-        yield Row(nbytes, statistics.median(kept), min(kept), max(kept), right)
+        start = time.perf_counter()
+        hvlike.allreduce_(tensor, op=hvlike.Sum, name=f"doctor.{where}.{nbytes}")
+        # To read an element waits for a GPU.
+        float(tensor[0])
+        seconds.append(time.perf_counter() - start)
+        right = right and bool((tensor == total).all())
+    return Timing(where, nbytes, statistics.median(seconds[_WARM:]), right)
 
 
 @dataclass(frozen=True)
@@ -169,7 +122,6 @@ class Gathered:
 
     nodes: tuple[tuple[int, ...], ...]
     ranks: tuple[RankFacts, ...]
-    wall_times: tuple[float, ...]  # Of all ranks at the same moment
 
 
 class RankReport(NamedTuple):
@@ -213,13 +165,11 @@ def _steps(own: RankFacts) -> Iterator[Any]:
     nodes = group_by_node(comm.allgather(node.bcast(comm.Get_rank())))
     node.Free()
     ranks = comm.gather(own) or ()
-    comm.Barrier()
-    wall_times = comm.gather(time.time()) or ()
-    yield Gathered(nodes, tuple(ranks), tuple(wall_times))
+    yield Gathered(nodes, tuple(ranks))
     hvlike.init()
     mine = machine.mapped_by_hvlike() if hvlike.local_size() > 1 else None
     yield tuple(hvlike.allgather_object(mine))
-    yield measure_ways(ways(current().world.nodes), own_gpu())
+    yield measure_allreduce()
     hvlike.shutdown()
     comm.Free()
     mpi.Finalize()
@@ -233,8 +183,6 @@ class Case:
     job: JobProgress
     launchers: Launchers | Gap | None  # None: not looked at
     trial: Trial | Gap | None  # None: not tried
-    loss: Trial | Gap | None  # What a job did that has lost a rank; None: not tried
-    model: machine.Model | Gap | None  # None: the user named none
 
     @property
     def me(self) -> RankFacts:
@@ -317,33 +265,20 @@ def check_start(case: Case, finding: Finding) -> None:
 def check_allreduce(case: Case, finding: Finding) -> None:
     if case.job.timings is None:
         raise Skipped("hvlike did not start")
-    timings = known(case.job.timings)
-    if not timings.timings:
+    found = known(case.job.timings)
+    if not found.timings:
         raise Skipped("one rank has nobody to reduce with: mpirun -n 2 python -m hvlike doctor")
-    for timing in timings.timings:
-        name, ranks = timing.way.backend, len(timing.way.ranks)
-        for row in timing.rows:
-            median, low, high = map(format_seconds, row[1:4])
-            finding.note(f"{name}, {ranks} ranks, {format_size(row.nbytes)}: {median} [{low} to {high}]")
-        if timing.reason:
-            finding.note(f"{name}: {timing.reason}")
-        _check_times(finding, timing, timings.copy)
-    largest = timings.timings[0].rows[-1].nbytes
-    finding.note(f"a copy of {format_size(largest)} in memory: {format_seconds(timings.copy)}")
-
-
-def _check_times(finding: Finding, timing: Timing, copy: float) -> None:
-    name, small, large = timing.way.backend, timing.rows[0], timing.rows[-1]
-    if not all(row.right for row in timing.rows):
-        advice = "Do not train on this machine. Please report it, with the whole of this text."
-        finding.fail(f"{name}: a sum was WRONG", advice)
-    if name == "shared":
-        if large.median > _SLOWER_THAN_A_COPY * copy:
-            text = f"{name}: {large.median / copy:.0f} times as long as a copy"
-            finding.warn(text, "The ranks take turns on the cores, or others use them: see cores and threads.")
-        if small.median > _SLOW_SMALL:
-            text = f"{name}: {format_seconds(small.median)} for {format_size(small.nbytes)}"
-            finding.warn(text, "Ranks wake each other late: see cores and threads.")
-    elif name in ("network", "hierarchical") and large.nbytes / large.median < _SLOW_NETWORK:
-        text = f"{name}: {large.nbytes / large.median / 1e6:.0f} MB/s"
+    finding.note(
+        *(f"{each.where}, {format_size(each.nbytes)}: {format_seconds(each.seconds)}" for each in found.timings)
+    )
+    if found.device is not None:
+        finding.note(found.device)
+    if not all(each.right for each in found.timings):
+        finding.fail("a sum was WRONG", "Do not train on this machine. Please report it, with the whole of this text.")
+    small, large = found.timings[0], found.timings[len(SIZES) - 1]
+    if len(case.nodes) > 1 and large.nbytes / large.seconds < _SLOW_NETWORK:
+        text = f"{large.nbytes / large.seconds / 1e6:.0f} MB/s between the nodes"
         finding.warn(text, f"Is this the network you mean? Name it: {page('several-nodes')}.")
+    elif len(case.nodes) == 1 and small.seconds > _SLOW_SMALL:
+        text = f"{format_seconds(small.seconds)} for {format_size(small.nbytes)} inside a node"
+        finding.warn(text, "Ranks wake each other late: see cores and threads.")

@@ -42,7 +42,6 @@ _INTERFACES = {
     "PALS_APID": "PALS",
     "JSM_NAMESPACE_ID": "JSM",
 }
-_COMPONENTS = (fault_tolerance.COLLECTIVES, "OMPI_MCA_pml")
 _MPI4PY = ("MPI4PY_RC_", "MPI4PY_LIBMPI")
 _ENDED = (
     "MPI itself, here or on another rank, has ended the job: its own words, here or above, say why. The checks below "
@@ -68,7 +67,7 @@ class LaunchEnvironment:
     omp_threads: str | None  # OMP_NUM_THREADS as it is set
     mpi4py: tuple[str, ...]  # Settings of mpi4py, as NAME=value
     survives: bool  # Started by mpirun --with-ft ulfm
-    components: tuple[tuple[str, str], ...]  # Of Open MPI, chosen by its variables, as (OMPI_MCA_pml, ob1)
+    messages: str  # What carries Open MPI's messages, if its variable says so: OMPI_MCA_pml
     wrong_setting: str | None  # Why init() would refuse the settings; None: it would not
     ignored_settings: tuple[tuple[str, str], ...]  # Horovod's that are set and mean nothing here, with the reason
     unknown_settings: tuple[str, ...]  # What is wrong with variables that look like settings and are none
@@ -88,7 +87,7 @@ def collect_environment(environment: Mapping[str, str]) -> LaunchEnvironment:
         omp_threads=environment.get("OMP_NUM_THREADS") or None,
         mpi4py=tuple(f"{key}={value}" for key, value in sorted(environment.items()) if key.startswith(_MPI4PY)),
         survives=fault_tolerance.is_enabled(environment),
-        components=tuple((key, environment[key]) for key in _COMPONENTS if environment.get(key)),
+        messages=environment.get("OMPI_MCA_pml", ""),
         wrong_setting=wrong,
         ignored_settings=tuple((key, reason) for key, reason in config.IGNORED.items() if environment.get(key)),
         unknown_settings=tuple(config.unknown_variables(environment).values()),
@@ -198,13 +197,10 @@ def collect_launchers(library: MpiLibrary | None, environment: Mapping[str, str]
     return Launchers(tuple(found), tuple(unreadable), belonging, which("srun"))
 
 
-def try_ranks(mpirun: Mpirun, program: str, seconds: float, flags: Sequence[str] = ()) -> Trial:
-    """Start two ranks of COUNT_RANKS or LOSE_RANK; stopped after so many seconds. flags: more of the launcher's.
-
-    Outside of jobs only; blocks.
-    """
-    command = mpirun.command(_RANKS, [sys.executable, "-c", program], flags)
-    name = " ".join([*mpirun.command(_RANKS, ["python"], flags), "..."])
+def try_ranks(mpirun: Mpirun, seconds: float) -> Trial:
+    """Start two ranks, which say how many MPI counts; stopped after so many seconds. Outside of jobs only; blocks."""
+    command = mpirun.command(_RANKS, [sys.executable, "-c", find_mpirun.COUNT_RANKS])
+    name = " ".join([*mpirun.command(_RANKS, ["python"]), "..."])
     # Files, not pipes: a rank that outlives its launcher would keep a pipe open and block the reader.
     with tempfile.TemporaryFile("w+") as printed, tempfile.TemporaryFile("w+") as errors:
         status = None
@@ -327,40 +323,13 @@ def check_losses(case: Case, finding: Finding) -> None:
         raise Skipped("there is no MPI library")
     if family_of_library(library.vendor) != OPEN_MPI or numbers(library.version) < numbers(_FIRST):
         finding.note(f"{library.vendor} {library.version}: a job ends when a rank is lost; {_RESTART}")
-    elif environment.launcher is None:
-        _judge_trial(case, finding)
     elif environment.survives:
-        _judge_components(case, finding)
-    elif environment.launcher.variable == "OMPI_COMM_WORLD_SIZE":
-        finding.note("started without --with-ft ulfm: the job ends when a rank is lost", _ADD)
+        finding.note("started by mpirun --with-ft ulfm: the others can go on when a rank is lost")
+    elif environment.launcher is None or environment.launcher.variable == "OMPI_COMM_WORLD_SIZE":
+        finding.note("without --with-ft ulfm a job ends when a rank is lost", _ADD)
     else:
         name = environment.launcher.name
         finding.note(f"{name} ends the job when a rank is lost; to go on, start the ranks by `mpirun --with-ft ulfm`")
-
-
-def _judge_trial(case: Case, finding: Finding) -> None:
-    if case.loss is None:
-        raise Skipped("there is no mpirun of Open MPI to try")
-    trial = known(case.loss)
-    if trial.sizes == (1,):
-        finding.note(f"`{trial.command}`: a rank was killed, and the other one went on")
-        return
-    finding.note(f"`{trial.command}`: a rank was killed, and the other one did not go on", *quoted(trial.lines))
-    finding.warn("", f"Install an Open MPI that was built with ULFM (`{fault_tolerance.INSTALL}`), or {_RESTART}.")
-
-
-def _judge_components(case: Case, finding: Finding) -> None:
-    finding.note("started by mpirun --with-ft ulfm: the others can go on when a rank is lost")
-    defect = fault_tolerance.known_defect(numbers(known(case.me.library).version))
-    if defect:
-        finding.warn(defect, fault_tolerance.REMEDY)
-    chosen = dict(case.me.environment.components)
-    collectives, messages = chosen.get(fault_tolerance.COLLECTIVES, ""), chosen.get("OMPI_MCA_pml", "")
-    if collectives and ("han" in collectives.strip("^").split(",")) != collectives.startswith("^"):
-        text = (
-            f"OMPI_MCA_coll={collectives} lets Open MPI use han, which returns wrong sums after a loss: init() refuses"
-        )
-        finding.fail(text, f"Leave it out, or `--mca coll {fault_tolerance.EXCLUDED}`.")
-    if messages and messages != _MESSAGES:
-        text = f"OMPI_MCA_pml={messages}: messages of UCX and libfabric do not know of lost ranks, and wait for ever"
+    if environment.survives and environment.messages not in ("", _MESSAGES):
+        text = f"OMPI_MCA_pml={environment.messages}: its messages do not know of lost ranks, and wait for ever"
         finding.warn(text, f"`--mca pml {_MESSAGES}` with `--mca btl self,sm,tcp`, or the btl of your network.")

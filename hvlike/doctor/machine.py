@@ -1,31 +1,24 @@
-"""Cores, shared memory, clocks and filesystems of a machine, the user's model (--model), and the checks of them."""
+"""Cores, shared memory and temporary files of a machine, and the checks of them."""
 
 from __future__ import annotations
 
 import os
-import runpy
-import sys
 import tempfile
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
 
 from hvlike.backends.shared_memory.region import region_bytes
 from hvlike.backends.shared_memory.schedule import chunk_bytes
-from hvlike.bench.harness.report import format_size
-from hvlike.collectives.requests import plan
 from hvlike.collectives.requests.message_table import name_ranks
-from hvlike.doctor.finding import Finding, Skipped, of_every_rank, plural
+from hvlike.doctor.finding import Finding, of_every_rank, plural
 from hvlike.doctor.probe import Gap, known
-from hvlike.errors import UsageError
+from hvlike.observe.printing import format_size
 from hvlike.system import mapped_memory
 from hvlike.system.system import system
 from hvlike.transport.host import topology
-from hvlike.transport.memory.allocations import available_bytes
 
 if TYPE_CHECKING:
     from hvlike.doctor.job import Case
@@ -47,13 +40,7 @@ _MORE_SHM = (
     "`mount -o remount,size=1g /dev/shm`."
 )
 _NETWORK_KINDS = ("nfs", "nfs4", "lustre", "gpfs", "cifs", "smb3", "beegfs", "ceph", "fuse.sshfs", "9p", "afs")
-_TEMPORARY = "temporary files"
-_LITTLE_ROOM = 64 << 20
 _LONG_PATH = 80  # Characters. The path of a socket, which is longer, may have 108.
-_EARLIEST = 1_735_689_600  # The first of January 2025: a clock that says less was never set
-_APART_SECONDS = 1.0  # Between the wall clocks of two hosts
-_PART = 1 << 20
-_FLOAT_BYTES = 4
 
 
 @dataclass(frozen=True)
@@ -155,7 +142,6 @@ class SharedMemory:
     free: int | None
     writable: bool
     memfd: bool  # Another process of this node can map a file without a name, which no size of /dev/shm limits
-    available: int | None  # Bytes of memory that the system or the container can still give; None: unknown
 
 
 def collect_shared_memory() -> SharedMemory:
@@ -169,7 +155,7 @@ def collect_shared_memory() -> SharedMemory:
         writable = True
     except OSError:
         writable = False
-    return SharedMemory(total, free, writable, _reaches_memfd(), available_bytes())
+    return SharedMemory(total, free, writable, _reaches_memfd())
 
 
 def _reaches_memfd() -> bool:
@@ -239,164 +225,45 @@ def ring_bytes(local: int, budget: int) -> int:
 
 
 @dataclass(frozen=True)
-class Folder:
-    purpose: str
+class TemporaryFiles:
     path: str
     wrong: str | None  # Why a file cannot be written there; None: it can
-    free: int | None  # Bytes; None where the system does not say
     kind: str  # The type of the filesystem, as "ext4"; empty where the system does not say
 
 
-@dataclass(frozen=True)
-class Files:
-    folders: tuple[Folder, ...]
-    wall_time: float  # Seconds since 1970
-    backwards: bool  # The monotonic clock went backwards while it was looked at
-
-
-def collect_files() -> Files:
-    """Write a small file into each folder, and take it away. A filesystem that does not answer blocks."""
+def collect_temporary_files() -> TemporaryFiles:
+    """Write a small file into the folder, and take it away. A filesystem that does not answer blocks."""
     # tempfile would pass over a folder that cannot be written, which the check must see.
-    places = {_TEMPORARY: os.environ.get("TMPDIR") or "/tmp", "working directory": os.getcwd()}
-    lines = map(str.split, _read_lines(Path("/proc/mounts")))
-    mounts = [(words[1], words[2]) for words in lines if len(words) > 2]
-    folders = tuple(_look_at_folder(purpose, path, mounts) for purpose, path in places.items())
-    readings = [time.monotonic() for _ in range(1000)]
-    return Files(folders, time.time(), readings != sorted(readings))
-
-
-def _look_at_folder(purpose: str, path: str, mounts: list[tuple[str, str]]) -> Folder:
-    wrong, free = None, None
+    path = os.environ.get("TMPDIR") or "/tmp"
+    wrong = None
     try:
         with tempfile.TemporaryFile(dir=path, buffering=0) as file:
             file.write(b"hvlike")
-        state = os.statvfs(path)
-        free = state.f_bavail * state.f_frsize
     except OSError as error:
         wrong = f"{type(error).__name__}: {error.strerror}"
-    return Folder(purpose, path, wrong, free, kind_of(os.path.realpath(path), mounts))
+    lines = map(str.split, _read_lines(Path("/proc/mounts")))
+    mounts = [(words[1], words[2]) for words in lines if len(words) > 2]
+    return TemporaryFiles(path, wrong, kind_of(os.path.realpath(path), mounts))
 
 
 def kind_of(path: str, mounts: list[tuple[str, str]]) -> str:
-    """The type of the filesystem that `path` lies on. mounts: mount point and type, in the order of mounting."""
-    inside = [each for each in mounts if path == each[0] or path.startswith(each[0].rstrip("/") + "/")]
+    """Return the type of the filesystem that `path` lies on. mounts: mount point and type, in the order of mounting."""
+    inside = [mount for mount in mounts if path == mount[0] or path.startswith(mount[0].rstrip("/") + "/")]
     # The last one of the longest: it hides those below it.
-    return max(reversed(inside), key=lambda each: len(each[0]), default=("", ""))[1]
+    return max(reversed(inside), key=lambda mount: len(mount[0]), default=("", ""))[1]
 
 
-def check_clock(case: Case, finding: Finding) -> None:
-    files = known(case.me.files)
-    finding.note("" if files.backwards else "the monotonic clock goes forward")
-    if files.wall_time < _EARLIEST:
-        advice = "Set it (`timedatectl set-ntp true`): certificates and file times go wrong."
-        finding.fail("the clock of this machine was never set", advice)
-    if files.backwards:
-        finding.fail("the monotonic clock went backwards", "Look at the virtual machine's clock source.")
-    if case.gathered is not None and len(case.nodes) > 1:
-        firsts = [case.gathered.wall_times[node[0]] for node in case.nodes]
-        apart = max(firsts) - min(firsts)
-        finding.note(f"the wall clocks of {len(firsts)} nodes are at most {apart:.3f} s apart")
-        if apart > _APART_SECONDS:
-            advice = "Run NTP or chrony on every host: otherwise timelines of several nodes do not fit together."
-            finding.warn(f"the wall clocks are {apart:.1f} s apart", advice)
-
-
-def check_filesystems(case: Case, finding: Finding) -> None:
-    for folder in known(case.me.files).folders:
-        free = "" if folder.free is None else f", {format_size(folder.free)} free"
-        finding.note(f"{folder.purpose}: {folder.path} ({folder.kind or 'unknown kind'}{free})")
-    for rank, files in of_every_rank(case, lambda each: each.files):
-        for folder in files.folders:
-            _check_folder(finding, folder, f"rank {rank} on {case.ranks[rank].host}: {folder.path}")
-
-
-def _check_folder(finding: Finding, folder: Folder, name: str) -> None:
-    temporary = folder.purpose == _TEMPORARY
-    if folder.wrong is not None:
-        text = f"{name} cannot be written: {folder.wrong}"
-        if temporary:
+def check_temporary_files(case: Case, finding: Finding) -> None:
+    own = known(case.me.files)
+    finding.note(f"{own.path} ({own.kind or 'unknown kind'})")
+    for rank, files in of_every_rank(case, lambda facts: facts.files):
+        name = f"rank {rank} on {case.ranks[rank].host}: {files.path}"
+        if files.wrong is not None:
+            text = f"{name} cannot be written: {files.wrong}"
             finding.fail(text, "MPI and Python need a place for temporary files: set TMPDIR to a writable one.")
-        else:
-            advice = "Checkpoints and timelines need another path than a relative one, or start the job elsewhere."
-            finding.warn(text, advice)
-        return
-    if folder.free is not None and folder.free < _LITTLE_ROOM:
-        add = finding.fail if temporary and not folder.free else finding.warn
-        add(f"{name} has {format_size(folder.free)} left", "Make room there, or set TMPDIR.")
-    if temporary and folder.kind in _NETWORK_KINDS:
-        text = f"{name} is a network filesystem ({folder.kind})"
-        finding.warn(text, "MPI puts its sockets and segments there: set TMPDIR to a local disk.")
-    if temporary and len(folder.path) > _LONG_PATH:
-        text = f"{name} is {len(folder.path)} characters long"
-        finding.warn(text, "The paths of sockets may have 108 characters: set TMPDIR=/tmp.")
-
-
-@dataclass(frozen=True)
-class Model:
-    """The gradients that a training step of it reduces."""
-
-    name: str
-    sizes: tuple[int, ...]  # Bytes of each gradient, in the order in which backward brings them
-    dtypes: tuple[str, ...]
-
-
-def collect_model(text: str) -> Model:
-    """Read a number of float32 parameters (25_000_000, 25e6), or run FILE.py:function. Raises: UsageError."""
-    try:
-        count = int(float(text))
-    except (ValueError, OverflowError):
-        count = 0
-    if count >= 1:
-        whole, rest = divmod(count, _PART)
-        parts = [_PART] * whole + [rest] * (rest > 0)
-        sizes = tuple(_FLOAT_BYTES * part for part in parts)
-        return Model(f"{count:,} float32 parameters", sizes, ("float32",) * len(parts))
-    path, colon, name = text.rpartition(":")
-    if not colon or not Path(path).is_file():
-        expected = "a number of parameters, or FILE.py:function with a file that exists"
-        raise UsageError(f"--model {text}: expected {expected}.")
-    # What the file imports may lie beside it.
-    sys.path.insert(0, str(Path(path).resolve().parent))
-    made = runpy.run_path(path, run_name="hvlike_doctor_model").get(name)
-    model = made() if callable(made) else made
-    if not isinstance(model, nn.Module):
-        raise UsageError(f"--model {text}: {name} makes {type(model).__name__}, expected a torch.nn.Module.")
-    trained = [each for each in model.parameters() if each.requires_grad]
-    trained.reverse()
-    return Model(
-        f"{type(model).__name__} of {path}",
-        tuple(each.nbytes for each in trained),
-        tuple(str(each.dtype).removeprefix("torch.") for each in trained),
-    )
-
-
-def check_model(case: Case, finding: Finding) -> None:
-    if case.model is None:
-        raise Skipped("no model was named: --model FILE.py:function, or --model 25e6 for so many parameters")
-    model, memory = known(case.model), known(case.me.memory)
-    local, total = len(case.nodes[0]), sum(model.sizes)
-    buckets = _bucket_bytes(case, model)
-    ring = ring_bytes(local, _LARGEST_RING) if local > 1 else 0
-    finding.note(
-        f"{model.name}: {format_size(total)} of gradients in {plural(len(buckets), 'bucket')}, the largest of "
-        f"{format_size(max(buckets, default=0))}"
-    )
-    staged = f"they are staged through a ring of {format_size(ring)} a node, whatever their size"
-    finding.note(staged if ring else "one rank a node")
-    if memory.available is not None and ring > memory.available:
-        text = f"the ring needs {format_size(ring)} of memory, {format_size(memory.available)} are left"
-        finding.fail(text, "Raise the memory limit of the container, or start fewer ranks on this node.")
-    room = memory.available if memory.memfd else memory.free
-    if room is not None and local > 1:
-        needed = format_size(local * total)
-        finding.note(f"gradients in hvd.empty_shared would need {needed} a node; there are {format_size(room)}")
-
-
-def _bucket_bytes(case: Case, model: Model) -> list[int]:
-    """Return the bytes of the buckets, with all settings at their defaults."""
-    processors = _processors(case, case.nodes[0])
-    share = topology.cores_per_rank([each.allowed for each in processors], 0)
-    sizes = plan.choose_sizes(None, None, overlaps=topology.has_spare_core(share), nodes=case.nodes)
-    parts = [[index] for index in range(len(model.sizes))]
-    buckets = plan.fill_buckets(parts, model.sizes, model.dtypes, *sizes)
-    return [sum(model.sizes[index] for index in bucket) for bucket in buckets]
+        elif files.kind in _NETWORK_KINDS:
+            text = f"{name} is a network filesystem ({files.kind})"
+            finding.warn(text, "MPI puts its sockets and segments there: set TMPDIR to a local disk.")
+        elif len(files.path) > _LONG_PATH:
+            text = f"{name} is {len(files.path)} characters long"
+            finding.warn(text, "The paths of sockets may have 108 characters: set TMPDIR=/tmp.")

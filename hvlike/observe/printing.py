@@ -221,3 +221,19 @@ class _Dropped:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
         return error is not None and not is_interrupt(error)
+
+
+def format_size(size: int) -> str:
+    """Return bytes for people, as "64 KiB" or "1.5 MiB"."""
+    for unit, factor in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if size >= factor:
+            return f"{size / factor:.4g} {unit}"
+    return f"{size} B"
+
+
+def format_seconds(seconds: float) -> str:
+    """Return a time for people, as "12.5 ms"."""
+    for unit, factor in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
+        if seconds >= factor:
+            return f"{seconds / factor:.3g} {unit}"
+    return f"{seconds * 1e6:.2g} us"

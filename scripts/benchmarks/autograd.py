@@ -19,16 +19,8 @@ from hvlike.autograd.graph import clear
 from hvlike.autograd.local_graph import LocalGraph
 from hvlike.bench.harness.benchmark import add_common, choice_of, heading
 from hvlike.bench.harness.comparison import Ratio, Summary, ratios_of, take_turns, timed, with_samples
-from hvlike.bench.harness.report import (
-    NO_BAR,
-    Bars,
-    format_seconds,
-    publish,
-    ratio_bars,
-    ratio_cell,
-    table,
-    with_spread,
-)
+from hvlike.bench.harness.report import NO_BAR, Bars, publish, ratio_bars, ratio_cell, table, with_spread
+from hvlike.observe.printing import format_seconds
 
 PURPOSE = "a model-parallel step beside torch.distributed.autograd"
 

@@ -15,11 +15,12 @@ import hvlike
 from hvlike.bench import step
 from hvlike.bench.harness.benchmark import add_common, choice_of, heading
 from hvlike.bench.harness.comparison import Contestant, Ratio, Summary, compare, with_samples
-from hvlike.bench.harness.report import Bars, format_size, parse_sizes, publish, ratio_cell, table, with_spread
+from hvlike.bench.harness.report import Bars, parse_sizes, publish, ratio_cell, table, with_spread
 from hvlike.bench.peers import Peers, peers
 from hvlike.bench.reducers import GLOO, OURS
 from hvlike.bench.trainers import ALONE, WORKLOADS, BenchTrainer, ExchangeTrainer, Workload
 from hvlike.errors import HvlikeError, UsageError
+from hvlike.observe.printing import format_size
 from hvlike.torch_distributed.autoload import BACKEND_NAME, register
 
 PURPOSE = "torch.distributed over hvlike beside gloo: its calls, steps of DDP and FSDP2"

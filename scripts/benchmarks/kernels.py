@@ -18,9 +18,10 @@ from hvlike.bench import allreduce
 from hvlike.bench.harness.benchmark import add_common, choice_of, describe, heading, positives
 from hvlike.bench.harness.comparison import Contestant, Ratio, Summary, compare, ratios_of
 from hvlike.bench.harness.raw_mpi import RawMpi
-from hvlike.bench.harness.report import Curves, format_size, parse_sizes, publish, ratio_cell, table, with_spread
+from hvlike.bench.harness.report import Curves, parse_sizes, publish, ratio_cell, table, with_spread
 from hvlike.bench.reducers import DTYPES
 from hvlike.errors import HvlikeError
+from hvlike.observe.printing import format_size
 from hvlike.transport.memory.dtypes import dtype_name, raw_view
 
 PURPOSE = "additions on the host with one thread and more"

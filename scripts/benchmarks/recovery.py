@@ -36,15 +36,17 @@ from benchmarks.jobs import outside_of_jobs, refuse_inside_a_job
 from hvlike.bench.harness.benchmark import add_common, positive
 from hvlike.bench.harness.comparison import Summary
 from hvlike.bench.harness.processes import Helpers, module_command
-from hvlike.bench.harness.report import Bars, format_seconds, format_size, parse_sizes, publish, table
+from hvlike.bench.harness.report import Bars, parse_sizes, publish, table
 from hvlike.errors import HorovodInternalError, UsageError
-from hvlike.transport.host.find_mpirun import TOLERANT_FLAGS, Mpirun, ask_mpi_library, find_mpirun, is_fault_tolerant
+from hvlike.observe.printing import format_seconds, format_size
+from hvlike.transport.host.find_mpirun import OPEN_MPI, Mpirun, ask_mpi_library, family_of_library, find_mpirun
 from hvlike.version import page
 
 PURPOSE = "from the kill of a rank to the first step after it"
 
 STEP, COMMIT, NOTICED, REBUILT, RESUMED = "step", "commit", "noticed", "rebuilt", "resumed"
 COMMIT_EVERY = 5  # Steps
+_TOLERANT_FLAGS = ("--with-ft", "ulfm")  # With them a job can go on when a rank is lost
 _WIDTH = 256
 _FLOAT_BYTES = 4
 SHRINK, SPARES = "shrink", "spare"
@@ -160,7 +162,7 @@ def measure(mpirun: Mpirun, way: str, ranks: int, nbytes: int, draw: random.Rand
 
 def _command(mpirun: Mpirun, processes: int, nbytes: int, address: str) -> list[str]:
     first, *rest = module_command(mpirun, processes, "benchmarks.recovery", [address, str(nbytes)])
-    return [first, *TOLERANT_FLAGS, *rest]
+    return [first, *_TOLERANT_FLAGS, *rest]
 
 
 def _trained(watched: Sequence[Watched]) -> list[Watched]:
@@ -274,7 +276,7 @@ def run(options: argparse.Namespace) -> None:
     refuse_inside_a_job(os.environ, "recovery")
     library = ask_mpi_library(os.environ)
     mpirun = find_mpirun(library, os.environ)
-    if not is_fault_tolerant(mpirun, library):
+    if family_of_library(library.vendor) != OPEN_MPI or int(library.version.partition(".")[0]) < 5:
         raise UsageError(
             f"bench recovery needs Open MPI 5, which can go on without a lost rank; mpi4py loads {library.text}. See "
             f"{page('elastic')} for what other libraries can do."

@@ -41,8 +41,8 @@ from hvlike.bench.harness.benchmark import describe
 from hvlike.bench.harness.comparison import timed
 from hvlike.bench.harness.processes import Helpers, requests
 from hvlike.bench.harness.raw_mpi import RawMpi
-from hvlike.bench.harness.report import format_size
 from hvlike.errors import HvlikeError, LaunchError
+from hvlike.observe.printing import format_size
 
 CALLEE = 1
 

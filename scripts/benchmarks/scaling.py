@@ -23,8 +23,9 @@ from benchmarks.jobs import outside_of_jobs, refuse_inside_a_job, run_job
 from hvlike.bench.harness.benchmark import add_outputs, positive, positives
 from hvlike.bench.harness.comparison import Summary, timed
 from hvlike.bench.harness.processes import find_launcher
-from hvlike.bench.harness.report import Curves, format_seconds, format_size, publish, table
+from hvlike.bench.harness.report import Curves, publish, table
 from hvlike.collectives.session.context import current
+from hvlike.observe.printing import format_seconds, format_size
 from hvlike.transport.messages.traffic import Sent
 
 PURPOSE = "what a step sends at 1 to 32 ranks; without mpirun"

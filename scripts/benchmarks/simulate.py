@@ -17,8 +17,9 @@ from typing import Any
 from benchmarks.jobs import outside_of_jobs, refuse_inside_a_job, run_job
 from benchmarks.loggp import AGREEMENTS, REDUCTIONS, Constants, Job, Workload, measure, step
 from hvlike.bench.harness.benchmark import add_outputs, positive, positives
-from hvlike.bench.harness.report import Curves, format_seconds, format_size, parse_size, publish, table
+from hvlike.bench.harness.report import Curves, parse_size, publish, table
 from hvlike.errors import UsageError
+from hvlike.observe.printing import format_seconds, format_size
 
 PURPOSE = "a step on 1 to 100000 ranks, by a model"
 

@@ -26,9 +26,10 @@ import hvlike
 from benchmarks.jobs import runs_on_two_ranks
 from hvlike.bench.harness.benchmark import add_common, describe, heading
 from hvlike.bench.harness.comparison import Summary, with_samples
-from hvlike.bench.harness.report import Bars, format_seconds, publish, table, with_quartiles
+from hvlike.bench.harness.report import Bars, publish, table, with_quartiles
 from hvlike.collectives.requests.request import Request, spec_of_tensors
 from hvlike.collectives.session.context import current
+from hvlike.observe.printing import format_seconds
 
 PURPOSE = "how waiting slows a computing rank, and how soon it wakes"
 

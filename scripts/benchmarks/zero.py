@@ -13,10 +13,11 @@ from torch.optim import Adam
 import hvlike
 from hvlike.bench.harness.benchmark import add_common, heading, positive
 from hvlike.bench.harness.comparison import Contestant, Ratio, Summary, compare, with_samples
-from hvlike.bench.harness.report import Bars, format_size, publish, table, with_quartiles, with_spread
+from hvlike.bench.harness.report import Bars, publish, table, with_quartiles, with_spread
 from hvlike.bench.peers import Peers, peers
 from hvlike.bench.trainers import BenchTrainer, Shape, Workload, bert, shaped
 from hvlike.nn import DistributedDataParallel
+from hvlike.observe.printing import format_size
 from hvlike.optim import ZeroRedundancyOptimizer
 
 PURPOSE = "Adam with its state spread over the ranks beside all of it on each"

@@ -14,6 +14,7 @@ from typing import Any
 
 from hvlike.bench.harness.comparison import Ratio, Summary
 from hvlike.observe.pictures import new_figure
+from hvlike.observe.printing import format_seconds
 
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmg]?)(?:i?b)?", re.IGNORECASE)
@@ -40,20 +41,6 @@ def parse_size(text: str) -> int:
 
 def parse_sizes(text: str) -> list[int]:
     return [parse_size(each) for each in text.split(",")]
-
-
-def format_size(size: int) -> str:
-    for unit, factor in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if size >= factor:
-            return f"{size / factor:.4g} {unit}"
-    return f"{size} B"
-
-
-def format_seconds(seconds: float) -> str:
-    for unit, factor in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
-        if seconds >= factor:
-            return f"{seconds / factor:.3g} {unit}"
-    return f"{seconds * 1e6:.2g} us"
 
 
 def with_spread(summary: Summary, cell: Callable[[float], str] = format_seconds) -> str:

@@ -149,16 +149,6 @@ def family_of_launcher(version: str) -> str:
     return HYDRA if any(sign in version for sign in ("HYDRA", "Intel(R) MPI")) else UNKNOWN
 
 
-TOLERANT_FLAGS = ("--with-ft", "ulfm")  # With them a job can go on when a rank is lost
-
-
-def is_fault_tolerant(mpirun: Mpirun, library: MpiLibrary) -> bool:
-    """Whether TOLERANT_FLAGS mean something to launcher and library: those of Open MPI from version 5 on."""
-    first = library.version.partition(".")[0]
-    same = mpirun.family == family_of_library(library.vendor) == OPEN_MPI
-    return same and first.isdigit() and int(first) >= 5
-
-
 def flags_for(family: str, *, root: bool) -> tuple[str, ...]:
     """The flags that a launcher needs; those of MPICH's family need none."""
     if family != OPEN_MPI:
@@ -180,20 +170,3 @@ if MPI.COMM_WORLD.Get_size() == 1:
 """
 """A program of its own: every rank prints how many ranks MPI counts. One that is alone would leave Open MPI's segment
 behind, see mpi_library.unlink_start_up_segments."""
-
-LOSE_RANK = """
-import os, signal, time
-from mpi4py import MPI
-comm = MPI.COMM_WORLD
-comm.Set_errhandler(MPI.ERRORS_RETURN)
-comm.Barrier()
-if comm.Get_rank() == 1:
-    os.kill(os.getpid(), signal.SIGKILL)
-while not comm.Get_failed().Get_size():
-    comm.Iprobe()
-    time.sleep(0.01)
-print(f"ranks: {comm.Get_size() - comm.Get_failed().Get_size()}", flush=True)
-os._exit(0)
-"""
-"""A program of its own: rank 1 kills itself, the others print how many are left once MPI tells them, and end without
-MPI_Finalize, which may hang soon after a failure."""

@@ -27,19 +27,18 @@ def alone(*arguments: str, flags: tuple[str, ...] = (), **environment: str) -> s
     )
 
 
-def test_a_healthy_job_passes_and_every_backend_is_timed() -> None:
+def test_a_healthy_job_passes() -> None:
     # As if two of the ranks were on one host and the third on another.
-    arguments = ["doctor", *PATIENT, "--json", "--model", "1e6"]
+    arguments = ["doctor", *PATIENT, "--json"]
     job = run_job(MODULE, 3, args=arguments, env={"HVLIKE_RANKS_PER_NODE": "2"}).check()
     answer = json.loads(job.stdout)
     # Warnings may be: other tests run beside this one, and a machine may have few cores.
     assert (answer["ok"], answer["ranks"]) == (True, 3), job.stdout
     said = verdicts(job.stdout)
-    for name in ("MPI library", "launcher", "thread level", "hosts", "same software", "model", "hvlike"):
+    for name in ("MPI library", "launcher", "thread level", "hosts", "same software", "hvlike"):
         assert said[name] == "ok", job.stdout
     (allreduce,) = [each for each in answer["checks"] if each["check"] == "allreduce"]
-    backends = [line.split(",")[0] for line in allreduce["found"] if "ranks, " in line]
-    assert list(dict.fromkeys(backends)) == ["shared", "network", "hierarchical"]
+    assert [line.partition(":")[0] for line in allreduce["found"][:2]] == ["host memory, 4 KiB", "host memory, 16 MiB"]
 
 
 def test_ranks_of_srun_that_do_not_find_each_other_fail() -> None:

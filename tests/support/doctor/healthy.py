@@ -5,9 +5,9 @@ from typing import Any
 
 from hvlike.backends.cuda.nccl import NcclFacts
 from hvlike.doctor.gpus import Gpus, NcclState
-from hvlike.doctor.job import Case, Gathered, JobProgress, RankFacts, RankReport, Row, TimedWay, Timing, Timings
+from hvlike.doctor.job import Case, Gathered, JobProgress, RankFacts, RankReport, Timing, Timings
 from hvlike.doctor.launching import LaunchEnvironment, Launchers, Trial
-from hvlike.doctor.machine import Files, Folder, Processor, SharedMemory
+from hvlike.doctor.machine import Processor, SharedMemory, TemporaryFiles
 from hvlike.doctor.software import Software
 from hvlike.transport.host import launchers
 from hvlike.transport.host.find_mpirun import OPEN_MPI, MpiLibrary, Mpirun
@@ -38,7 +38,7 @@ RIGHT = Mpirun("/env/bin/mpirun", OPEN_MPI, "mpirun (Open MPI) 5.0.11", ())
 def launch_environment(variables: dict[str, str] | None = None) -> LaunchEnvironment:
     """What these variables say, and nothing else."""
     launcher = launchers.detect_launcher(variables or {})
-    return LaunchEnvironment(launcher, None, (), "1", (), False, (), None, (), ())
+    return LaunchEnvironment(launcher, None, (), "1", (), False, "", None, (), ())
 
 
 def rank(host: str = "alpha", **changes: Any) -> RankFacts:
@@ -49,8 +49,8 @@ def rank(host: str = "alpha", **changes: Any) -> RankFacts:
         environment=launch_environment({"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "0"}),
         library=LIBRARY,
         processor=Processor(4, frozenset(range(4)), frozenset(range(4)), None, 1),
-        memory=SharedMemory(1024 * MIB, 1000 * MIB, writable=True, memfd=True, available=8 << 30),
-        files=Files((Folder("temporary files", "/tmp", None, 1 << 30, "ext4"),), 1.8e9, backwards=False),
+        memory=SharedMemory(1024 * MIB, 1000 * MIB, writable=True, memfd=True),
+        files=TemporaryFiles("/tmp", None, "ext4"),
         gpus=Gpus((), None, None, None, None),
         nccl=NcclState(NcclFacts("", 0, "CuPy is not installed", "", 0), ()),
     )
@@ -62,9 +62,9 @@ def report(size: int = 2, level: str = "THREAD_MULTIPLE") -> RankReport:
     return RankReport(size, level)
 
 
-def rows(median: float = 1e-3, *, right: bool = True) -> tuple[Row, ...]:
+def timings(seconds: float = 1e-3, *, right: bool = True) -> Timings:
     """The same time for every size."""
-    return tuple(Row(size, median, median, median, right) for size in (4096, 16 * MIB))
+    return Timings(tuple(Timing("host memory", size, seconds, right) for size in (4096, 16 * MIB)), None)
 
 
 def job(*ranks: RankFacts, nodes: tuple[tuple[int, ...], ...] = ((0, 1),)) -> JobProgress:
@@ -72,9 +72,9 @@ def job(*ranks: RankFacts, nodes: tuple[tuple[int, ...], ...] = ((0, 1),)) -> Jo
     size = len(ranks)
     return JobProgress(
         report=report(size),
-        gathered=Gathered(nodes, ranks, tuple(1.8e9 for _ in ranks)),
+        gathered=Gathered(nodes, ranks),
         running=tuple("memfd" for _ in ranks),
-        timings=Timings((Timing(TimedWay("shared", tuple(range(size))), rows()),), 4e-3),
+        timings=timings(),
         end=None,
     )
 
@@ -87,8 +87,6 @@ def case(*ranks: RankFacts, nodes: tuple[tuple[int, ...], ...] = ((0, 1),), **ch
         job=job(*ranks, nodes=nodes),
         launchers=Launchers((RIGHT,), (), RIGHT, None),
         trial=Trial("mpirun -n 2 python ...", 0, (2, 2), ()),
-        loss=Trial("mpirun --with-ft ulfm -n 2 python ...", 0, (1,), ()),
-        model=None,
     )
     return replace(whole, **changes)
 

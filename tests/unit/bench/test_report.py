@@ -15,8 +15,6 @@ from hvlike.bench.harness.report import (
     Curves,
     colours_of,
     draw,
-    format_seconds,
-    format_size,
     parse_size,
     parse_sizes,
     ratio_cell,
@@ -24,6 +22,7 @@ from hvlike.bench.harness.report import (
     with_spread,
 )
 from hvlike.observe.pictures import png
+from hvlike.observe.printing import format_seconds, format_size
 
 
 @pytest.mark.parametrize(

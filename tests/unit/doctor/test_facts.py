@@ -1,71 +1,12 @@
-"""What is read from files, variables and models is what they say."""
+"""What is read from files and variables is what they say."""
 
 import mmap
 from pathlib import Path
 
 import pytest
 
-from hvlike.bench.harness.report import format_seconds
 from hvlike.doctor import finding, gpus, launching, machine, software
-from hvlike.doctor.job import TimedWay, ways
-from hvlike.errors import UsageError
-from hvlike.transport.host.find_mpirun import COUNT_RANKS, HYDRA, UNKNOWN, MpiLibrary, Mpirun
-
-MODEL = """
-from torch import nn
-
-def small() -> nn.Module:
-    net = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 5, bias=False))
-    net[0].bias.requires_grad_(False)
-    return net.to("cpu")
-
-def nothing() -> int:
-    return 3
-"""
-
-
-@pytest.mark.parametrize(
-    ("nodes", "expected"),
-    [
-        (((0,),), []),
-        (((0, 1, 2),), [("shared", (0, 1, 2))]),
-        (((0,), (1,)), [("network", (0, 1))]),
-        (((0, 1), (2, 3)), [("shared", (0, 1)), ("network", (0, 2)), ("hierarchical", (0, 1, 2, 3))]),
-        (((0,), (1, 2)), [("network", (0, 1)), ("hierarchical", (0, 1, 2))]),
-    ],
-)
-def test_the_ways_of_a_job(nodes: tuple[tuple[int, ...], ...], expected: list[tuple[str, tuple[int, ...]]]) -> None:
-    assert ways(nodes) == [TimedWay(*each) for each in expected]
-
-
-@pytest.mark.parametrize(("text", "count"), [("10", 10), ("3e6", 3_000_000), ("2_500_000", 2_500_000)])
-def test_a_number_of_parameters_is_a_model(text: str, count: int) -> None:
-    made = machine.collect_model(text)
-    assert sum(made.sizes) == 4 * count
-    assert set(made.dtypes) == {"float32"}
-
-
-def test_a_function_of_a_file_makes_a_model(tmp_path: Path) -> None:
-    path = tmp_path / "net.py"
-    path.write_text(MODEL)
-    made = machine.collect_model(f"{path}:small")
-    # In the order in which backward brings them, without what needs no gradient.
-    assert made.sizes == (80, 48)
-    assert "Sequential" in made.name
-
-
-@pytest.mark.parametrize("text", ["", "net.py", "no/such/file.py:f", "0", "-3", "many"])
-def test_what_is_no_model_is_refused(text: str) -> None:
-    with pytest.raises(UsageError, match=r"FILE\.py:function"):
-        machine.collect_model(text)
-
-
-@pytest.mark.parametrize("name", ["nothing", "missing"])
-def test_a_function_that_makes_no_module_is_refused(name: str, tmp_path: Path) -> None:
-    path = tmp_path / "net.py"
-    path.write_text(MODEL)
-    with pytest.raises(UsageError, match=r"torch\.nn\.Module"):
-        machine.collect_model(f"{path}:{name}")
+from hvlike.transport.host.find_mpirun import HYDRA, UNKNOWN, MpiLibrary, Mpirun
 
 
 def test_the_environment_is_read() -> None:
@@ -94,7 +35,7 @@ def test_the_environment_is_read() -> None:
 
 
 def test_an_empty_environment_says_nothing() -> None:
-    nothing = launching.LaunchEnvironment(None, None, (), None, (), False, (), None, (), ())
+    nothing = launching.LaunchEnvironment(None, None, (), None, (), False, "", None, (), ())
     assert launching.collect_environment({}) == nothing
 
 
@@ -118,11 +59,9 @@ def test_a_path_lies_on_the_innermost_mount(path: str, kind: str) -> None:
 
 def test_a_folder_that_is_not_there_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path / "missing"))
-    (temporary,) = [each for each in machine.collect_files().folders if each.purpose == "temporary files"]
-    assert "No such file" in (temporary.wrong or "")
+    assert "No such file" in (machine.collect_temporary_files().wrong or "")
     monkeypatch.setenv("TMPDIR", str(tmp_path))
-    (temporary,) = [each for each in machine.collect_files().folders if each.purpose == "temporary files"]
-    assert temporary.wrong is None
+    assert machine.collect_temporary_files().wrong is None
     assert list(tmp_path.iterdir()) == []
 
 
@@ -186,7 +125,7 @@ def test_a_launcher_that_starts_two_jobs_is_seen_through(tmp_path: Path) -> None
     twice = tmp_path / "mpirun"
     twice.write_text("#!/bin/sh\necho ranks: 1\necho ranks: 1\necho some noise\n")
     twice.chmod(0o755)
-    trial = launching.try_ranks(Mpirun(str(twice), HYDRA, "1", ()), COUNT_RANKS, 60)
+    trial = launching.try_ranks(Mpirun(str(twice), HYDRA, "1", ()), 60)
     assert (trial.status, trial.sizes) == (0, (1, 1))
     assert trial.lines == ("ranks: 1", "ranks: 1", "some noise")
 
@@ -195,7 +134,7 @@ def test_a_launcher_that_hangs_is_stopped(tmp_path: Path) -> None:
     slow = tmp_path / "mpirun"
     slow.write_text("#!/bin/sh\nexec sleep 3600\n")
     slow.chmod(0o755)
-    trial = launching.try_ranks(Mpirun(str(slow), UNKNOWN, "1", ()), COUNT_RANKS, 0.1)
+    trial = launching.try_ranks(Mpirun(str(slow), UNKNOWN, "1", ()), 0.1)
     assert (trial.status, trial.sizes) == (None, ())
 
 
@@ -216,6 +155,5 @@ def test_where_a_library_comes_from(path: str, wheels: list[str], origin: str) -
 def test_numbers_in_words() -> None:
     assert finding.numbers("2.13.0+cpu") == (2, 13, 0)
     assert finding.numbers("unknown") == ()
-    assert [format_seconds(each) for each in (8.7e-5, 4.2e-3, 1.25)] == ["87 us", "4.2 ms", "1.25 s"]
     assert (finding.nccl_version(22703), finding.nccl_version(0)) == ("2.27.3", "none")
     assert gpus.in_cuda(12040) == "12.4"
