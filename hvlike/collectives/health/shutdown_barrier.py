@@ -16,7 +16,7 @@ import logging
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
-from hvlike.collectives.health.departures import Errors
+from hvlike.collectives.health.departures import Ending, Errors
 from hvlike.collectives.health.stall_inspector import ANSWER_SECONDS, StallLimits, StatusQuery, answer_of
 from hvlike.collectives.requests.message_table import name_ranks, tree_of
 from hvlike.errors import HorovodInternalError, PeerLeftError, ShutdownError, StalledError
@@ -64,7 +64,6 @@ class MissingRanksReport:
 NODE_GRACE_SECONDS = 0.25  # Ranks of a node that end together are this close, and are told to rank 0 together
 GRACE_SECONDS = 0.5  # Ranks that end together are this close; only a longer absence is announced
 FAIL_SECONDS = 1.0  # What was sent before a process was gone has come by then
-EXIT, SHUTDOWN = "exit", "shutdown"
 
 
 class ShutdownBarrier:
@@ -82,13 +81,23 @@ class ShutdownBarrier:
         self._unreached: set[int] = set()  # Of those to whom this rank has passed it on
         self._query = StatusQuery(lambda rank, asked: self._tell(rank, "where", asked), fabric.look_at)
         self._error: HorovodInternalError | None = None
-        self.all_left = self._lost = False
+        self._all_left = self._lost = False
+        self._handlers: dict[str, Callable[[int, Any], None]] = {
+            "left": self._hear_left,
+            "gone": self._hear_gone,
+            "all left": self._hear_all_left,
+            "reach": self._hear_reach,
+            "reached": self._hear_reached,
+            "where": lambda rank, asked: self._tell(rank, "here", answer_of(asked)),
+            "here": self._query.hear,
+            "stalled": self._hear_stalled,
+        }
         fabric.channel.listen(Topic.SHUTDOWN, lambda rank, message, tensors: self._hear(rank, *message))
 
-    def part(self, reason: str) -> None:
+    def part(self, ending: Ending) -> None:
         """Say that this rank is done, and sleep until all are. Raises: StalledError past the limit, what `fail` got."""
         loop = self._fabric.loop
-        loop.post(lambda: self._hear(self._world.rank, "left", {self._world.rank: reason}), wake=False)
+        loop.post(lambda: self._hear(self._world.rank, "left", {self._world.rank: ending.value}), wake=False)
         began = system.monotonic()
         while not loop.wait(self._is_over, self._limits.shortest):
             if self._world.rank != 0:
@@ -104,20 +113,20 @@ class ShutdownBarrier:
 
     def lose(self) -> None:
         """A rank is lost: the others do not wait for all any more."""
-        self.all_left = self._lost = True
+        self._all_left = self._lost = True
 
     def fail(self, error: HorovodInternalError) -> Coroutine[None]:
         """A rank is lost, and nothing goes on without it: who waits for all gets this error. In the loop."""
         # That all have left may be on its way: then this rank has only ended before.
         yield from pause(FAIL_SECONDS)
-        if self.all_left:
+        if self._all_left:
             self._lost = True
         else:
             self._error = error
 
     def _is_over(self) -> bool:
         # What was sent to a lost rank may never leave.
-        return self._error is not None or self._lost or (self.all_left and self._fabric.channel.quiet)
+        return self._error is not None or self._lost or (self._all_left and self._fabric.channel.quiet)
 
     def _look_for_first_rank(self, waited: float) -> None:
         loop, query = self._fabric.loop, self._query
@@ -142,38 +151,44 @@ class ShutdownBarrier:
             self._fabric.channel.send(rank, Topic.SHUTDOWN, (what, value), kind="shutdown")
 
     def _hear(self, rank: int, what: str, value: Any) -> None:
+        self._handlers[what](rank, value)
+
+    def _hear_left(self, rank: int, endings: dict[int, str]) -> None:
+        """Ranks below this one are done, itself perhaps."""
+        self._left.update(endings)
+        if len(self._left) == len(self._below(self._world.rank)):
+            self._all_below_left()
+        elif not self._telling:
+            self._telling = True
+            is_first = self._world.rank == 0
+            self._fabric.loop.start(self._tell_the_rest() if is_first else self._tell_parent(), wake=False)
+
+    def _hear_gone(self, rank: int, endings: dict[int, str]) -> None:
+        """These ranks have left; this one goes on."""
         me = self._world.rank
-        if what == "left":
-            self._left.update(value)
-            if len(self._left) == len(self._below(me)):
-                self._all_below_left()
-            elif not self._telling:
-                self._telling = True
-                self._fabric.loop.start(self._tell_the_rest() if me == 0 else self._tell_parent(), wake=False)
-        elif what == "gone":
-            self._pass_on(what, value, [each for each in self._below(me) if each not in self._left])
-            if me == 0 or me not in self._left:
-                self._on_gone({each: _error(each, reason) for each, reason in value.items()})
-        elif what == "all left":
-            self._pass_on(what, value, self._below(me))
-            self.all_left = True
-        elif what == "reach":
-            self._reach, self._unreached = value, set(self._children)
-            for child in self._children:
-                self._tell(child, what, value)
+        self._pass_on("gone", endings, [each for each in self._below(me) if each not in self._left])
+        if me == 0 or me not in self._left:
+            self._on_gone({each: _error(each, Ending(ending)) for each, ending in endings.items()})
+
+    def _hear_all_left(self, rank: int, value: None) -> None:
+        self._pass_on("all left", value, self._below(self._world.rank))
+        self._all_left = True
+
+    def _hear_reach(self, rank: int, question: int) -> None:
+        self._reach, self._unreached = question, set(self._children)
+        for child in self._children:
+            self._tell(child, "reach", question)
+        self._tell_if_reached()
+
+    def _hear_reached(self, rank: int, question: int) -> None:
+        if question == self._reach:
+            self._unreached.discard(rank)
             self._tell_if_reached()
-        elif what == "reached":
-            if value == self._reach:
-                self._unreached.discard(rank)
-                self._tell_if_reached()
-        elif what == "where":
-            self._tell(rank, "here", answer_of(value))
-        elif what == "here":
-            self._query.hear(rank, value)
-        elif what == "stalled":
-            self._pass_on(what, value, self._left)
-            if me in self._left:
-                self._error = value
+
+    def _hear_stalled(self, rank: int, error: StalledError) -> None:
+        self._pass_on("stalled", error, self._left)
+        if self._world.rank in self._left:
+            self._error = error
 
     def _below(self, rank: int) -> Sequence[int]:
         """The ranks that this one speaks for, itself among them."""
@@ -230,8 +245,8 @@ class ShutdownBarrier:
                     self._hear(0, "stalled", error)
 
 
-def _error(rank: int, reason: str) -> HorovodInternalError:
-    if reason == SHUTDOWN:
+def _error(rank: int, ending: Ending) -> HorovodInternalError:
+    if ending is Ending.SHUTDOWN:
         return ShutdownError(
             f"hvlike: Horovod has been shut down on rank {rank}: it called hvd.shutdown() while other ranks went on. "
             "Call shutdown() on every rank, after the last collective."

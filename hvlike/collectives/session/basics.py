@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from hvlike.collectives.health.departures import Ending
 from hvlike.collectives.requests.process_set import ProcessSet
 from hvlike.collectives.session import context
 from hvlike.errors import LaunchError, UsageError, WrongTypeError
@@ -61,7 +62,7 @@ def shutdown() -> None:
 
     Source: horovod.torch.shutdown.
     """
-    context.stop_context()
+    context.end_context(Ending.SHUTDOWN)
 
 
 @traced

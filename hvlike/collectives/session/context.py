@@ -9,22 +9,14 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from hvlike.collectives.controller.inline_calls import inline_allreduces
-from hvlike.collectives.health.departures import Departures, Errors
-from hvlike.collectives.health.shutdown_barrier import EXIT, SHUTDOWN, ShutdownBarrier
+from hvlike.collectives.health.departures import Departures, Ending
 from hvlike.collectives.requests.process_set import ProcessSet, global_process_set
 from hvlike.collectives.session.job_settings import JobSettings
-from hvlike.collectives.session.process_set_state import (
-    ProcessSetState,
-    Registry,
-    ranks_of,
-    stall_limits,
-    what_is_wrong,
-)
+from hvlike.collectives.session.membership import Membership
+from hvlike.collectives.session.process_set_state import ProcessSetState, Registry, ranks_of, what_is_wrong
 from hvlike.errors import (
     HorovodInternalError,
     NotInitializedError,
-    PeerLeftError,
-    RestartError,
     ShutdownError,
     UsageError,
     WrongTypeError,
@@ -34,8 +26,7 @@ from hvlike.transport.fabric import Fabric
 from hvlike.transport.failure.exit_status import keep_record
 from hvlike.transport.failure.fault_tolerance import RUNNING, Job, as_error
 from hvlike.transport.failure.guard import Guard, give_up
-from hvlike.transport.failure.heartbeat import Heartbeat, heartbeat_limit
-from hvlike.transport.failure.watchdog import Liveness, init_watchdog
+from hvlike.transport.failure.watchdog import init_watchdog
 from hvlike.transport.host import mpi_library, rank_variables
 from hvlike.transport.host.topology import has_spare_core
 from hvlike.transport.loop.coroutine import Task
@@ -62,12 +53,9 @@ class Context:
             check=settings.check,
         )
         self.place = self.world.place  # What the program is told
-        self.before_close: list[Callable[[], None]] = []
-        self.lost: dict[int, HorovodInternalError] = {}  # Ranks that were lost, under fault tolerance
-        self.restarts = False  # Whether every wait ends with an error when a rank is lost, as elastic.run starts again
-        self._ends = False  # Whether it can only be left: communicators were revoked, or it is to start again
-        world, end = self.world, lambda: self.close(EXIT)
-        self.guard = Guard(world.mpi, world.rank, str(world), end, on_first_node=world.on_first_node)
+        self.before_close: list[Callable[[], None]] = []  # What every ending calls first
+        world = self.world
+        self._guard = Guard(world.mpi, world.rank, str(world), self._exit, on_first_node=world.on_first_node)
         self._given = list(process_sets)
         self._restarted = isinstance(comm, Job)
         with init_watchdog(knobs.init_patience, knobs.stall_shutdown_seconds, give_up):
@@ -77,10 +65,10 @@ class Context:
         if knobs.launch_record is not None:
             is_spare = world.job is not None and world.job.waits
             keep_record(knobs.launch_record, writes=world.rank == 0 and not is_spare)
-        self.guard.install()
+        self._guard.install()
         if self.world.mpi.COMM_WORLD.Get_size() == 1:
             # The guard watches jobs of several ranks; alone, the loop's thread must still end before its memory does.
-            system.at_exit(self.close)
+            system.at_exit(self._exit)
 
     def _connect(self, process_sets: Sequence[ProcessSet], settings: JobSettings) -> None:
         knobs = self.knobs
@@ -105,24 +93,17 @@ class Context:
 
     def _open(self, process_sets: Sequence[ProcessSet], settings: JobSettings) -> None:
         knobs = self.knobs
-        self.guard.before_end.append(self.fabric.recorder.flush)
+        self._guard.before_end.append(self.fabric.recorder.flush)
         settings.apply(self.fabric)
-        self._processes = {rank: bell.process for rank, bell in self.fabric.bells.items()}
-        # Under fault tolerance MPI is told who is lost, and asked.
-        self._liveness = Liveness({} if self.world.job is not None else self._processes)
-        self.registry = Registry(self.fabric, knobs, self.departures, lambda error: self._fail_all(error))
-        self._shutdown_barrier = ShutdownBarrier(self.fabric, partial(self._part, in_order=True), stall_limits(knobs))
-        self.fabric.ticks += [self.guard.watch_parent, self._watch]
-        limit = heartbeat_limit(knobs.heartbeat_seconds, nodes=len(self.world.nodes))
-        self._heartbeat = Heartbeat(self.fabric, self.guard, limit, self._lose) if limit else None
-        if self._heartbeat is not None:
-            self.fabric.ticks.append(self._heartbeat.tick)
+        self.registry = Registry(self.fabric, knobs, self.departures)
+        self.fabric.ticks.append(self._guard.watch_parent)
+        self.membership = Membership(self.fabric, self._guard, self.registry, self.departures, knobs)
         global_process_set.ranks = list(range(self.world.size))
         for process_set in (global_process_set, *process_sets):
             task = self.fabric.loop.start(self.registry.enroll(process_set), wake=False)
             self.fabric.loop.wait(partial(self._is_over, task))
             if not task.done:
-                raise next(iter(self.lost.values()))
+                raise next(iter(self.membership.lost.values()))
             if task.error is not None:
                 raise task.error
 
@@ -162,18 +143,30 @@ class Context:
         mpi_library.check_not_forked()
         return self.registry.find(process_set, what)
 
-    def close(self, reason: str = SHUTDOWN) -> None:
-        """Leave the job and release everything. Collective in effect: waits until all ranks do."""
-        if self.lost or self._ends:
-            self.abandon()
-            return
-        for each in list(self.before_close):
-            each()
-        loop = self.fabric.loop
+    def end(self, ending: Ending) -> None:
+        """End hvlike on this rank; see Ending. Blocks where it waits for the other ranks.
+
+        Raises: PeerLeftError or StalledError, where the other ranks do not come.
+        """
+        for act in list(self.before_close):
+            act()
         if self.world.mpi.Is_finalized():
-            # The user has finalized MPI: no rank can be reached any more.
             self.fabric.close()
-            return
+        elif ending is not Ending.RESTART and self._wait_for_all(ending):
+            self._stop()
+            self.registry.close()
+            self.world.close()
+        else:
+            self._leave_alone()
+
+    def _exit(self) -> None:
+        self.end(Ending.EXIT)
+
+    def _wait_for_all(self, ending: Ending) -> bool:
+        """Stay until all ranks have come to their end; return False where they will not."""
+        membership, loop = self.membership, self.fabric.loop
+        if membership.is_broken:
+            return False
         for set_state in self.registry.set_states.values():
             for watch in list(set_state.controller.watches.values()):
                 watch.look_at_end()
@@ -182,69 +175,35 @@ class Context:
                 lambda: all(each.queues.first.idle for each in self.registry.set_states.values()), _FINISH_SECONDS
             )
             error = ShutdownError("hvlike: Horovod has been shut down on this rank while the operation was in flight.")
-            loop.post(lambda: self._fail_all(error), wake=False)
-            self._shutdown_barrier.part(reason)
+            loop.post(lambda: self.registry.fail(error), wake=False)
+            membership.barrier.part(ending)
         except HorovodInternalError:
-            if not self._ends:
+            if not membership.given_up:
                 raise
-        if self.lost or self._ends:
-            self.abandon()
-            return
-        self.guard.uninstall()
-        system.not_at_exit(self.close)
-        self.fabric.close()
-        self.fabric.recorder.stop()
-        self.registry.close()
-        self.world.close()
+        return not membership.is_broken
 
-    def _is_over(self, task: Task[Any]) -> bool:
-        return task.done or bool(self.lost)
-
-    def abandon(self) -> None:
-        """Leave the job without the others, of whom some are lost. Local. Under fault tolerance only: the others are
-        told by the revoked communicators, and what MPI may still write to stays in memory.
+    def _leave_alone(self) -> None:
+        """Leave without the others. Under fault tolerance only: revoked communicators tell them, and what MPI may
+        still write to stays in memory.
         """
-        error = next(iter(self.lost.values()), None) or ShutdownError("hvlike starts again on the survivors.")
-        for each in list(self.before_close):
-            each()
-        if self._heartbeat is not None:
-            self._heartbeat.conclude()
-        loop = self.fabric.loop
-        loop.post(lambda: self._fail_all(error), wake=False)
-        self.guard.uninstall()
-        system.not_at_exit(self.close)
-        self.fabric.close()
-        self.fabric.recorder.stop()
+        lost = self.membership.lost.values()
+        error = next(iter(lost), None) or ShutdownError("hvlike starts again on the survivors.")
+        self.membership.conclude()
+        self.fabric.loop.post(lambda: self.registry.fail(error), wake=False)
+        self._stop()
         if self.world.job is not None:
             self.world.job.revoke()
         self.registry.forget()
 
-    def _watch(self) -> None:
-        for set_state in self.registry.set_states.values():
-            set_state.controller.watch()
-        self.registry.watch_devices(system.monotonic())
-        lost = sorted({*self._liveness.lost(), *self.world.lost()} - set(self.lost))
-        if lost:
-            self._lose({rank: PeerLeftError(self._describe_lost(rank)) for rank in lost})
-        elif not self._ends and self.world.is_revoked():
-            self._end_with(RestartError("Another rank has met an error, and starts again without lost ranks."))
+    def _stop(self) -> None:
+        """End what runs beside the program, and what was to run at its exit."""
+        self._guard.uninstall()
+        system.not_at_exit(self._exit)
+        self.fabric.close()
+        self.fabric.recorder.stop()
 
-    def _describe_lost(self, rank: int) -> str:
-        process = self._processes.get(rank)
-        where = f"it was process {process} on {self.world.host}" if process else "it was on another host"
-        return f"The process of rank {rank} has vanished without a word; {where}."
-
-    def _end_with(self, error: HorovodInternalError) -> None:
-        """Get every thread out of its wait, so that the program can start again; in the loop."""
-        self._ends = True
-        others = set(range(self.world.size)).difference([self.world.rank], self.lost)
-        self.departures.tell(dict.fromkeys(others, error))
-        self._fail_all(error)
-        self.fabric.loop.fail(error)
-
-    def _fail_all(self, error: HorovodInternalError) -> None:
-        for set_state in self.registry.set_states.values():
-            set_state.fail(error)
+    def _is_over(self, task: Task[Any]) -> bool:
+        return task.done or bool(self.membership.lost)
 
     def _check_same(self, process_sets: Sequence[ProcessSet], unknown: str) -> None:
         """All ranks must name the same new sets of ranks that exist; all are told what is unknown here."""
@@ -275,25 +234,6 @@ class Context:
                     f"{number} cannot be: {reason}"
                 )
             seen.append(ranks)
-
-    def _lose(self, errors: Errors) -> None:
-        """The processes of some ranks are lost; in the loop."""
-        for rank in errors:
-            self.fabric.channel.lose(rank)
-        if self.world.job is not None:
-            self.lost |= errors
-            self._shutdown_barrier.lose()
-        else:
-            self.fabric.loop.start(self._shutdown_barrier.fail(next(iter(errors.values()))), wake=False)
-        self._part(errors)
-
-    def _part(self, errors: Errors, *, in_order: bool = False) -> None:
-        """Some ranks have left, or are lost; in the loop."""
-        self.departures.tell(errors, in_order=in_order)
-        if self.restarts:
-            self._end_with(next(iter(errors.values())))
-            return
-        self.registry.lose(errors)
 
 
 class _Process:
@@ -359,20 +299,13 @@ def start_context(comm: Any, process_sets: Sequence[ProcessSet], gradients: str 
             raise
 
 
-def stop_context() -> None:
+def end_context(ending: Ending) -> None:
+    """End the context if there is one. Raises: ForkedProcessError in a child that has inherited it."""
     context, _process.context = _process.context, None
     inline_allreduces.by_set.clear()
     if context is not None:
         mpi_library.check_not_forked()
-        context.close()
-
-
-def abandon_context() -> None:
-    """End hvlike here without the other ranks; under fault tolerance only."""
-    context, _process.context = _process.context, None
-    inline_allreduces.by_set.clear()
-    if context is not None:
-        context.abandon()
+        context.end(ending)
 
 
 def is_running() -> bool:

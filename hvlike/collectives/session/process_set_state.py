@@ -28,6 +28,7 @@ from hvlike.collectives.session.join_contexts import JoinContexts
 from hvlike.collectives.session.joined_proxy import JoinedProxies
 from hvlike.config import Config
 from hvlike.errors import HorovodInternalError, ShutdownError, UsageError, WrongTypeError
+from hvlike.system.system import system
 from hvlike.transport.fabric import Fabric
 from hvlike.transport.loop.coroutine import Coroutine, pause
 from hvlike.transport.messages.traffic import Topic
@@ -141,15 +142,12 @@ def stall_limits(knobs: Config) -> StallLimits:
 
 
 class Registry:
-    def __init__(
-        self, fabric: Fabric, knobs: Config, departures: Departures, end: Callable[[HorovodInternalError], None]
-    ) -> None:
+    def __init__(self, fabric: Fabric, knobs: Config, departures: Departures) -> None:
         self.set_states: dict[int, ProcessSetState] = {}
         self.sets: dict[int, ProcessSet] = {}
         self._departures = departures
         self._fabric = fabric
         self._knobs = knobs
-        self._end = end
         self.made: Counter[str] = Counter()  # How often a group of each name was made: members count alike
         self._router = ControllerRouter(fabric)
         self._next = 0
@@ -207,7 +205,7 @@ class Registry:
             group = Group(world, number, ranks)
             group.connect(by_all=is_shared)
             queue = yield from open_queue(self._fabric, group, 0)
-            self.set_states[number] = ProcessSetState(self._fabric, group, queue, self._router, self._knobs, self._end)
+            self.set_states[number] = ProcessSetState(self._fabric, group, queue, self._router, self._knobs, self.fail)
             # One that was through with this earlier may have left since.
             self.set_states[number].lose(self._departures.errors)
         elif is_shared:
@@ -231,6 +229,11 @@ class Registry:
         for set_state in self.set_states.values():
             set_state.lose(errors)
 
+    def fail(self, error: HorovodInternalError) -> None:
+        """End everything in flight with `error`; in the loop."""
+        for set_state in self.set_states.values():
+            set_state.fail(error)
+
     def close(self) -> None:
         for number in sorted(self.set_states):
             self.set_states[number].close()
@@ -241,8 +244,11 @@ class Registry:
         for process_set in self.sets.values():
             process_set.removed()
 
-    def watch_devices(self, now: float) -> None:
-        """Check all devices, and tell the others of a failure; a few times a second. now: system.monotonic()."""
+    def watch(self) -> None:
+        """Look for stalls, and for devices that have failed; a few times a second, in the loop."""
+        for set_state in self.set_states.values():
+            set_state.controller.watch()
+        now = system.monotonic()
         for number, set_state in self.set_states.items():
             for queue in set_state.queues.all():
                 error = queue.watch(now)

@@ -28,6 +28,7 @@ from typing import Any, TypeVar, overload
 
 from hvlike.collectives.api.barrier_join import barrier
 from hvlike.collectives.api.objects import allgather_object
+from hvlike.collectives.health.departures import Ending
 from hvlike.collectives.requests.process_set import ProcessSet
 from hvlike.collectives.session import context
 from hvlike.collectives.session.basics import init, is_initialized, rank, shutdown, size
@@ -151,7 +152,7 @@ class _Session:
         self._sets: Sequence[ProcessSet] = context.current().sets
         self._gradients = context.current().knobs.gradients
         self._job: Job | None = context.current().world.job
-        context.current().restarts = self._job is not None
+        context.current().membership.restarts = self._job is not None
         prepare(state)
         vendor, version = context.current().world.mpi.get_vendor()
         level, text = what_a_loss_does(os.environ, vendor, version, size())
@@ -160,7 +161,7 @@ class _Session:
 
     def end(self) -> None:
         if context.is_running():
-            context.current().restarts = False
+            context.current().membership.restarts = False
 
     @property
     def _holds(self) -> bool:
@@ -249,13 +250,13 @@ class _Session:
         if context.is_running():
             self._sets = context.current().sets
             self._ranks_before = context.current().place.size
-            context.abandon_context()
+            context.end_context(Ending.RESTART)
         if not self._agreed:
             self._job.agree(False)
         self._agreed = False
         self._times["agreed"] = system.monotonic()
         context.start_context(self._job, self._sets, self._gradients)
-        context.current().restarts = True
+        context.current().membership.restarts = True
         self._times["rebuilt"] = system.monotonic()
         if self._job.losses > self._losses:
             self._losses, self._failures = self._job.losses, 0

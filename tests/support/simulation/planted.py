@@ -227,7 +227,7 @@ PLANTS = [
     ),
     plant(
         "the end of a job waits for what was sent to a lost rank",
-        ("collectives/health/shutdown_barrier.py", " or self._lost or (self.all_left", " or (self.all_left"),
+        ("collectives/health/shutdown_barrier.py", " or self._lost or (self._all_left", " or (self._all_left"),
         kinds=("elastic",),
     ),
     plant(
