@@ -15,6 +15,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,7 @@ import hvlike
 from hvlike.backends.network.cost_model import NetworkConstants, best, message
 from hvlike.bench.harness.comparison import timed
 from hvlike.bench.harness.raw_mpi import RawMpi
-from hvlike.collectives.controller.coordinator import Coordinator, ResponseList
+from hvlike.collectives.controller.coordinator import Coordinator, ResponseCache, ResponseList
 from hvlike.collectives.controller.trace import Trace
 from hvlike.collectives.health.stall_inspector import StallInspector, StallLimits
 from hvlike.collectives.requests.message_table import Response
@@ -213,7 +214,9 @@ def _measure_agreement(entries: int) -> tuple[float, float, float]:
     for _ in range(_REPETITIONS):
         responses: list[ResponseList] = []
         inspector = StallInspector(ranks, lambda number: None, StallLimits(None, 0.0))
-        coordinator = Coordinator(ranks, responses.append, inspector, 4096, trace)
+        coordinator = Coordinator(
+            ranks, partial(_keep, responses), fabric.loop, inspector, ResponseCache(4096), 0.0, trace
+        )
         # Agreed in full once; from then on members send names and the number.
         for position in ranks:
             coordinator.collect([((position,), [(name, spec) for name in names])])
@@ -224,6 +227,10 @@ def _measure_agreement(entries: int) -> tuple[float, float, float]:
         told.append(_tell(responses[-1]))
         size = len(pickle.dumps(responses[-1], protocol=5))
     return statistics.median(taken), statistics.median(told), float(size)
+
+
+def _keep(responses: list[ResponseList], what: str, announcement: ResponseList) -> None:
+    responses.append(announcement)
 
 
 def _take(coordinator: Coordinator, responses: list[ResponseList], requests: list[tuple[str, int]]) -> float:

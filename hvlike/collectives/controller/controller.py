@@ -4,34 +4,39 @@
     coordinator   on the first rank: compares what all members ask for and sends a response list
     run           every rank runs the responses of one message in its order
 
-On several nodes the first member of each speaks for the others of its node (NodeTable): what they say goes through
-it in their order, and so do the announcements. Only what is asked and said about ranks that hang goes directly.
-
-A spec that was announced once is referred to by its number from then on. Only `submit` and `wait` may be called from
-any thread; the rest runs in the loop.
+How messages travel between several nodes: member_tree.py. A spec that was announced once is referred to by its number
+from then on (ResponseCache).
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
-from weakref import WeakValueDictionary
 
 import torch
 
 from hvlike.backends.cuda.runtime import KINDS, events_of
 from hvlike.backends.op_queue import Job
 from hvlike.backends.operation import Operation
-from hvlike.collectives.controller.coordinator import Coordinator, KnownResponse, ResponseList
+from hvlike.collectives.controller.coordinator import Coordinator, ResponseCache, ResponseList
 from hvlike.collectives.controller.inline_agreement import HURRY, PASS, Agreement
-from hvlike.collectives.controller.owner_names import OwnerNames
+from hvlike.collectives.controller.member_tree import (
+    ANSWER,
+    END,
+    FAILED,
+    FAILURE,
+    INSPECT,
+    READY,
+    RESPONSES,
+    RESUMED,
+    WAITING,
+    MemberTree,
+)
 from hvlike.collectives.controller.positions import Positions
 from hvlike.collectives.controller.tensor_queue import AutomaticNames, TensorQueue
 from hvlike.collectives.controller.trace import Trace
 from hvlike.collectives.health.departures import Errors
-from hvlike.collectives.health.option_watch import OptionWatch
 from hvlike.collectives.health.stall_inspector import (
     PING,
     PONG,
@@ -45,21 +50,16 @@ from hvlike.collectives.health.stall_inspector import (
 )
 from hvlike.collectives.health.wait_for_graph import STEP, WaitReport
 from hvlike.collectives.requests.join_protocol import JOIN_KEY, LEAVE_KEY, JoinFailure
-from hvlike.collectives.requests.message_table import Entry, NodeTable, ReadyList, Response, tree_of
+from hvlike.collectives.requests.message_table import Entry, ReadyList, Response
 from hvlike.collectives.requests.request import CallSite, Request, RequestKey, RequestSpec, find_call_site
 from hvlike.errors import HorovodInternalError
 from hvlike.observe.log import main_stack
 from hvlike.system.system import system
 from hvlike.transport.fabric import Fabric
 from hvlike.transport.host import mpi_library
-from hvlike.transport.loop.coroutine import Coroutine, Wait, pause
-from hvlike.transport.messages.traffic import Topic
 from hvlike.transport.world import Group
 
 PATIENCE_SECONDS = 0.5  # How long a rank waits before it reports the wait. Deadlocks are found among reported waits.
-READY, RESPONSES, WAITING, RESUMED = "ready", "responses", "waiting", "resumed"
-INSPECT, ANSWER, END = "inspect", "answer", "end"
-FAILURE, FAILED, OPTIONS = "failure", "failed", "options"
 
 Runner = Callable[[list[tuple[Request, Response]]], None]
 
@@ -77,39 +77,33 @@ class Controller:
         trace: Trace,
     ) -> None:
         """run: carries out what was agreed; end: ends everything with an error."""
-        self.cycle_seconds = cycle_seconds  # How long the coordinator gathers what is ready before it announces it
         self.names = AutomaticNames()
-        self.optimizer_names = OwnerNames()  # In the order of first use; join() leaves no gap to align
         self.positions = Positions(fabric.loop.perform)
         self.stand_in: Callable[[Response], Request | None] = lambda response: None  # Of a rank that has joined
-        # Told in the loop which Join context, by its number, a member has left by an exception.
-        self.on_failure: Callable[[int, JoinFailure], None] = lambda number, failure: None
-        self.watches: WeakValueDictionary[str, OptionWatch] = WeakValueDictionary()  # By the names of plans
-        self._fabric = fabric
-        self._group = group
+        self.tensor_queue = TensorQueue(fabric.world.rank)
+        self.agreement: Agreement | None = None  # Of members that may agree without the coordinator
+        self._loop = fabric.loop
         self._run = run
         self._trace = trace
         self._end = end
-        self.tensor_queue = TensorQueue(fabric.world.rank)
-        self.agreement: Agreement | None = None  # Of members that may agree without the coordinator
-        self._outbox: deque[Request] = deque()
-        self._numbers: dict[RequestSpec, int] = {}  # Of the specs that were announced; what members send in their place
-        self._known: dict[int, tuple[RequestSpec, Any]] = {}  # And `Response.extra`, which follows from the spec
-        parent, children = tree_of(group.nodes, group.rank)
-        self._parent, self._children = group.ranks[parent], [group.ranks[position] for position in children]
-        self._node_table: NodeTable | None = None  # On a rank that speaks for others
-        if group.rank != 0 and children:
-            self._node_table = NodeTable(group.local_size, lambda number: self._known[number][0].kind)
-        me, neighbours = fabric.world.rank, [group.ranks[position] for position in group.node]
+        self._cache = cache = ResponseCache(capacity)
+        self._tree = tree = MemberTree(fabric, group, lambda number: cache.specs[number].kind)
+        neighbours = [group.ranks[position] for position in group.node]
         look = fabric.look_at
-        self._probe = PeerProbe(fabric.loop, me, group.ranks[0], self._parent, neighbours, self._send, look, limits)
-        self._gathered: list[ResponseList] = []
+        self._probe = PeerProbe(fabric.loop, tree.me, group.ranks[0], tree.parent, neighbours, tree.send, look, limits)
         self._coordinator: Coordinator | None = None
         if group.rank == 0:
-            inspection = StallInspector(
-                group.ranks, lambda number: self._tell_all(INSPECT, number), limits, fabric.look_at
-            )
-            self._coordinator = Coordinator(group.ranks, self._announce, inspection, capacity, trace)
+            inspection = StallInspector(group.ranks, partial(self._tell_all, INSPECT), limits, look)
+            announce = partial(self.hear, tree.me)
+            self._coordinator = Coordinator(group.ranks, announce, fabric.loop, inspection, cache, cycle_seconds, trace)
+        self._handlers: dict[str, Callable[[int, Any], None]] = {
+            RESPONSES: self._obey,
+            READY: self._collect,
+            INSPECT: lambda rank, number: tree.send(rank, ANSWER, (tree.position, self._answer(number))),
+            END: lambda rank, error: end(error),
+            PING: lambda rank, asked: tree.send(rank, PONG, answer_of(asked)),
+            PONG: self._probe.hear,
+        }
 
     # -- any thread -----------------------------------------------------------------------------
 
@@ -137,8 +131,8 @@ class Controller:
             self._trace.submitted(request)
         operation = request.operation
         operation.waiter = partial(self.wait, request.key)
-        self._outbox.append(request)
-        self._fabric.loop.post(self._flush, wake=wake)
+        self.tensor_queue.outbox.append(request)
+        self._loop.post(self._flush, wake=wake)
         return operation
 
     def wait(self, key: RequestKey, done: Callable[[], bool], timeout: float | None, *, certain: bool = True) -> bool:
@@ -148,7 +142,7 @@ class Controller:
         """
         if mpi_library.ForkMark.forked:
             mpi_library.check_not_forked()
-        loop = self._fabric.loop
+        loop = self._loop
         if timeout is not None and timeout <= 0:
             loop.turn()
             return done()
@@ -191,7 +185,7 @@ class Controller:
 
     def _wait_on(self, key: RequestKey, done: Callable[[], bool], timeout: float | None) -> bool:
         """Go on waiting; see now and then whether the others are still there, where the coordinator cannot."""
-        loop, seconds = self._fabric.loop, self._probe.limits.shortest
+        loop, seconds = self._loop, self._probe.limits.shortest
         if seconds is None or timeout is not None:
             return loop.wait(done, timeout)
         began = system.monotonic()
@@ -204,68 +198,49 @@ class Controller:
 
     def send_soon(self, rank: int, what: str, value: Any, *, wake: bool = False) -> None:
         """Have `hear` called on a member; without `wake` the caller is about to drive the loop, or in it."""
-        self._fabric.loop.post(partial(self._send, rank, what, value), wake=wake)
+        self._loop.post(partial(self._tree.send, rank, what, value), wake=wake)
 
     def report_failure(self, number: int, failure: JoinFailure) -> None:
-        self._fabric.loop.post(lambda: self._report(FAILURE, (number, failure)))
+        self._loop.post(lambda: self._report(FAILURE, (number, failure)))
 
     # -- in the loop: as a member ---------------------------------------------------------------
 
+    def listen(self, what: str, hear: Callable[[int, Any], None]) -> None:
+        """Have `hear` called with the sender and the value of messages of a kind that the controller does not know."""
+        self._handlers[what] = hear
+
+    def agree_by(self, agreement: Agreement) -> None:
+        """Let the members agree without the coordinator from now on, too."""
+        self.agreement = agreement
+        self.listen(PASS, lambda rank, index: agreement.hear(rank, PASS, index))
+        self.listen(HURRY, lambda rank, index: agreement.hear(rank, HURRY, index))
+
     def hear(self, rank: int, what: str, value: Any) -> None:
-        coordinator = self._coordinator
-        if what == RESPONSES:
-            for child in self._children:
-                self._send(child, what, value)
-            self._obey(*value)
-        elif what == READY:
-            if coordinator is not None:
-                coordinator.collect(value)
-            elif self._node_table is not None:
-                self._tell_ready(self._node_table.collect(value, at_once=self._trace.recorder.on))
-        elif what == INSPECT:
-            self._send(self._group.ranks[0], ANSWER, (self._group.rank, self._answer(value)))
-        elif what == END:
-            self._end(value)
-        elif what == PING:
-            self._send(rank, PONG, answer_of(value))
-        elif what == PONG:
-            self._probe.hear(rank, value)
-        elif what == FAILED:
-            for child in self._children:
-                self._send(child, what, value)
-            self.on_failure(*value)
-        elif what == OPTIONS:
-            watch = self.watches.get(value[0])
-            if watch is not None:
-                watch.hear(rank, *value[1:])
-        elif self.agreement is not None and what in (PASS, HURRY):
-            self.agreement.hear(rank, what, value)
+        if what in (RESPONSES, FAILED):
+            self._tree.pass_down(what, value)
+        handler = self._handlers.get(what)
+        if handler is not None:
+            handler(rank, value)
         else:
             self._pass_on(what, *value)
 
+    def _collect(self, rank: int, ready: ReadyList) -> None:
+        """This rank asks for something, or those below it do."""
+        if self._coordinator is not None:
+            self._coordinator.collect(ready)
+        else:
+            self._tree.ask(ready, at_once=self._trace.recorder.on)
+
     def _pass_on(self, what: str, position: int, value: Any) -> None:
-        """A report of the member at `position`; on its way to the coordinator it overtakes no request."""
-        coordinator = self._coordinator
-        if coordinator is None:
-            if self._node_table is not None:
-                self._tell_ready(self._node_table.take())
-            if self.tensor_queue.closed is None:
-                self._send(self._parent, what, (position, value))
-        elif what == WAITING:
-            coordinator.waiting(position, value)
-        elif what == RESUMED:
-            coordinator.waits.resume(position)
-        elif what == ANSWER:
-            coordinator.inspection.hear(position, value)
-        elif what == FAILURE and coordinator.failure is None:
-            # First this, so that a member knows the reason when what it waits for fails.
-            self.hear(self._fabric.world.rank, FAILED, value)
-            coordinator.fail_all(value[1].error)
+        """A report of the member at `position`."""
+        if self._coordinator is not None:
+            self._coordinator.hear(what, position, value)
+        else:
+            self._tree.report(what, (position, value))
 
     def watch(self) -> None:
         """On the coordinator, look for stalls; on a leader, send on what it has; called about four times a second."""
-        if self._node_table is not None:
-            self._tell_ready(self._node_table.take())
+        self._tree.flush()
         if self._coordinator is not None and self.tensor_queue.closed is None:
             coordinator = self._coordinator
             error = coordinator.inspection.watch(coordinator.table, coordinator.waits)
@@ -282,10 +257,11 @@ class Controller:
         """If the ranks that have left include the coordinator, or that through which this one speaks: fail what it has
         not answered, and what comes.
         """
-        gone = next((rank for rank in (self._parent, self._group.ranks[0]) if rank in errors), None)
+        gone = next((rank for rank in (self._tree.parent, self._tree.ranks[0]) if rank in errors), None)
         if gone is None or self._coordinator is not None:
             return
         error = errors[gone]
+        self._tree.close()
         for request in self.tensor_queue.close(error):
             kind, name = request.key
             text = f"{kind} {name!r} cannot be completed: rank {gone} will not take part. {error}"
@@ -294,6 +270,7 @@ class Controller:
     def close(self, error: HorovodInternalError) -> None:
         if self.agreement is not None:
             self.agreement.stop()
+        self._tree.close()
         for request in self.tensor_queue.close(error):
             request.operation.end(error)
         self.positions.close(error)
@@ -302,89 +279,40 @@ class Controller:
         """How many requests of this rank, requests known to the coordinator and reported waits are not over."""
         coordinator = self._coordinator
         return {
-            "requests": len(self.tensor_queue.requests) + len(self._outbox),
+            "requests": len(self.tensor_queue.requests) + len(self.tensor_queue.outbox),
             "pending": len(coordinator.table.pending) if coordinator else 0,
             "waiting": len(coordinator.waits.waits) if coordinator else 0,
         }
 
     def _flush(self) -> None:
+        outbox, numbers = self.tensor_queue.outbox, self._cache.numbers
         entries: list[Entry] = []
-        while self._outbox:
-            request = self._outbox.popleft()
-            number = self._numbers.get(request.spec)
+        while outbox:
+            request = outbox.popleft()
+            number = numbers.get(request.spec)
             entries.append((request.name, request.spec if number is None else number))
-        if not entries:
-            return
-        ready: ReadyList = [((self._group.rank,), entries)]
-        if self._coordinator is not None:
-            self._coordinator.collect(ready)
-        elif self._node_table is not None:
-            self.hear(self._fabric.world.rank, READY, ready)
-        else:
-            self._send(self._parent, READY, ready)
-
-    def _tell_ready(self, ready: ReadyList) -> None:
-        # Once this rank has left, nothing can run any more: its members hear that from others.
-        if ready and self.tensor_queue.closed is None:
-            self._send(self._parent, READY, ready)
+        if entries:
+            self._collect(self._tree.me, [((self._tree.position,), entries)])
 
     def _report(self, what: str, value: Any) -> None:
-        self._pass_on(what, self._group.rank, value)
-
-    def _send(self, rank: int, what: str, value: Any) -> None:
-        self._fabric.channel.send(rank, Topic.CONTROLLER, (self._group.number, what, value), kind=what)
+        self._pass_on(what, self._tree.position, value)
 
     def _tell_all(self, what: str, value: Any) -> None:
-        for rank in self._group.ranks[1:]:
-            self._send(rank, what, value)
-        self.hear(self._fabric.world.rank, what, value)
+        self._tree.send_to_all(what, value)
+        self.hear(self._tree.me, what, value)
 
-    def _announce(self, announcement: ResponseList) -> None:
-        if self.cycle_seconds:
-            self._gathered.append(announcement)
-            if len(self._gathered) == 1:
-                self._fabric.loop.start(self._gather(), wake=False)
-            return
-        for rank in self._children:
-            self._send(rank, RESPONSES, announcement)
-        self._obey(*announcement)
-
-    def _gather(self) -> Coroutine[None]:
-        yield from pause(self.cycle_seconds, Wait.POLL)
-        gathered, self._gathered = self._gathered, []
-        responses = [each for announced, _ in gathered for each in announced]
-        counts = {kind: n for _, counts in gathered for kind, n in counts.items()}
-        self.hear(self._fabric.world.rank, RESPONSES, (responses, counts))
-
-    def _obey(self, responses: list[Response | KnownResponse], counts: Mapping[str, int]) -> None:
+    def _obey(self, rank: int, announcement: ResponseList) -> None:
+        """Run what the coordinator has announced."""
+        announced, counts = announcement
+        responses = self._cache.expand(announced)
         if counts:
             self.names.align(counts)
-        new_epoch, joined = bool(counts), False
-        for each in responses:
-            if isinstance(each, Response):
-                joined = joined or each.key in (JOIN_KEY, LEAVE_KEY)
-                new_epoch = new_epoch or joined or each.error is not None
-        if new_epoch:
-            # The ranks may have asked for different numbers of things: all go on from here.
-            decided = [
-                each.key if isinstance(each, Response) else (self._known[each[1]][0].kind, each[0])
-                for each in responses
-            ]
-            self.tensor_queue.begin_epoch(decided)
-            if self.agreement is not None:
-                self.agreement.begin_epoch(joined=joined)
+        news = [each for each in announced if isinstance(each, Response)]
+        if counts or news:
+            self._begin_epoch_after(news, responses, aligned=bool(counts))
         agreed = []
-        trace, node_table = self._trace, self._node_table
-        for each in responses:
-            if isinstance(each, Response):
-                response = each
-                if response.number is not None:
-                    self._numbers[response.spec] = response.number
-                    self._known[response.number] = (response.spec, response.extra)
-            else:
-                name, number, last = each
-                spec, extra = self._known[number]
-                response = Response((spec.kind, name), spec, extra, None, True, last, number)
+        trace, node_table = self._trace, self._tree.table
+        for response in responses:
             if trace.recorder.on:
                 trace.decided(response)
             else:
@@ -393,10 +321,7 @@ class Controller:
                 node_table.decided(response.key)
             request = self.tensor_queue.leave(response.key)
             if response.error is not None:
-                if request is not None:
-                    request.operation.end(response.error)
-                else:
-                    self.positions.stop(response.key, response.error)
+                self._fail(request, response)
                 continue
             # Decided without this rank: it has joined.
             request = request or self.stand_in(response)
@@ -404,6 +329,21 @@ class Controller:
                 agreed.append((request, response))
         if agreed:
             self._run(agreed)
+
+    def _begin_epoch_after(self, news: Sequence[Response], responses: Sequence[Response], *, aligned: bool) -> None:
+        """Where the ranks may have asked for different numbers of things, all go on from here. aligned: they have."""
+        joined = any(each.key in (JOIN_KEY, LEAVE_KEY) for each in news)
+        if aligned or joined or any(each.error is not None for each in news):
+            self.tensor_queue.begin_epoch([each.key for each in responses])
+            if self.agreement is not None:
+                self.agreement.begin_epoch(joined=joined)
+
+    def _fail(self, request: Request | None, response: Response) -> None:
+        assert response.error is not None
+        if request is not None:
+            request.operation.end(response.error)
+        else:
+            self.positions.stop(response.key, response.error)
 
     def unfinished(self) -> dict[RequestKey, Submission]:
         """What this rank has asked for or waits for, and is not over; any thread."""

@@ -61,43 +61,48 @@ class Executor:
         self._plain = PlainAllreduces(queues.first)
 
     def run(self, agreed: list[Agreed]) -> None:
-        recording = self._trace.recorder.on
+        """Run what was agreed, each batch as one job on the first queue."""
         queue = self.site.queues.first
         batches = [agreed] if len(agreed) == 1 else fuse(agreed, self._limit, whole_groups=self._whole_groups)
         for batch in batches:
-            request, response = batch[0]
-            spec = request.spec
-            kind = spec.kind
-            if kind == "barrier":
-                complete(batch, None)
-                if recording:
-                    self._trace.began(batch)
-                    self._trace.ended(batch)
+            if batch[0][0].spec.kind == "barrier":
+                self._end_barriers(batch)
                 continue
-            if kind not in AGREEMENTS:
-                queue.counters.ran(kind, len(batch), sum(map(size_of, batch)))
-            job = None
-            if request.job is not None:
-                request.outputs.append(response.extra)
-                job = request.job(response.extra)
-            alone = len(batch) == len(request.tensors) == 1 and not recording
-            if kind == "allreduce" and alone and spec.device not in KINDS:
-                job = self._plain.job(request.tensors[0], reduction_of_spec(spec))
-            if job is None:
-                job = partial(JOBS[kind], self.site, batch)
-            device_queue: OpQueue | None = None
-            if spec.device in KINDS:
-                runtime = runtime_of(spec.device)
-                if runtime is not None and request.tensors:
-                    job = self._on_device(runtime, job, batch)
-                    device_queue = queue
-            if self._opening is not None and kind == "allreduce":
-                job = self._opening_after(job, batch)
-            if recording:
-                job = self._trace.observe(queue, batch, job)
-            for each, _ in batch:
-                each.operation.begin()
-            queue.run(job).then(partial(complete, batch, device_queue))
+            job, in_stream = self._job_of(batch)
+            for request, _ in batch:
+                request.operation.begin()
+            queue.run(job).then(partial(complete, batch, queue if in_stream else None))
+
+    def _end_barriers(self, batch: list[Agreed]) -> None:
+        complete(batch, None)
+        if self._trace.recorder.on:
+            self._trace.began(batch)
+            self._trace.ended(batch)
+
+    def _job_of(self, batch: list[Agreed]) -> tuple[Job, bool]:
+        """The job of a batch, and whether that is in the stream of a device."""
+        request, response = batch[0]
+        queue, recording = self.site.queues.first, self._trace.recorder.on
+        spec, kind = request.spec, request.spec.kind
+        if kind not in AGREEMENTS:
+            queue.counters.ran(kind, len(batch), sum(map(size_of, batch)))
+        is_single = kind == "allreduce" and len(batch) == len(request.tensors) == 1
+        job: Job | None = None
+        if request.job is not None:
+            request.outputs.append(response.extra)
+            job = request.job(response.extra)
+        elif is_single and not recording and spec.device not in KINDS:
+            job = self._plain.job(request.tensors[0], reduction_of_spec(spec))
+        if job is None:
+            job = partial(JOBS[kind], self.site, batch)
+        runtime = runtime_of(spec.device) if spec.device in KINDS and request.tensors else None
+        if runtime is not None:
+            job = self._on_device(runtime, job, batch)
+        if self._opening is not None and kind == "allreduce":
+            job = self._opening_after(job, batch)
+        if recording:
+            job = self._trace.observe(queue, batch, job)
+        return job, runtime is not None
 
     def _on_device(self, runtime: DeviceRuntime, job: Job, batch: Sequence[Agreed]) -> Job:
         site, queue = self.site, self.site.queues.first

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 import threading
+from collections import deque
 from collections.abc import Iterable, Mapping, MutableSequence, Sequence
 from typing import Protocol
 
@@ -60,7 +61,19 @@ _EPOCH_BITS = 32
 
 
 class TensorQueue:
-    __slots__ = ("_in_backward", "_rank", "_threads", "board", "closed", "entered", "here", "last", "lock", "requests")
+    __slots__ = (
+        "_in_backward",
+        "_rank",
+        "_threads",
+        "board",
+        "closed",
+        "entered",
+        "here",
+        "last",
+        "lock",
+        "outbox",
+        "requests",
+    )
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
@@ -69,6 +82,7 @@ class TensorQueue:
         # Where other ranks look at that number: a word for it, and the bells of those that may sleep over it.
         self.board: tuple[MutableSequence[int] | memoryview, Sequence[Watcher]] | None = None
         self.requests: dict[RequestKey, Request] = {}  # What goes through the coordinator and was not announced yet
+        self.outbox: deque[Request] = deque()  # Those of them that the coordinator is still to be told of
         self.closed: HorovodInternalError | None = None
         self.last: tuple[RequestKey, CallSite | str, float] | None = None  # Asked for last, where and when
         self.here = _Here()

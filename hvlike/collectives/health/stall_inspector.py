@@ -2,7 +2,8 @@
 
 StatusQuery      asks ranks where they are. A rank answers from its loop, which runs also while the user's program
                  computes. No answer: it has stopped, or is in a call that holds Python's lock
-StallInspector   on the coordinator: asks all members when a request is overdue, and reports their answers
+StallInspector   on the coordinator: asks all members when a request is overdue, and reports their answers. Each time
+                 it makes an Inspection, which has the answers until the report
 PeerProbe        on a member that waits: asks the coordinator, the leader of its node and the other ranks there whether
                  they still answer, for stalls that the coordinator cannot see
 """
@@ -132,80 +133,102 @@ class StallInspector:
     limits: StallLimits
     look: Callable[[int], str] = lambda rank: ""  # What can be seen from here of a rank that does not answer
     _number: int = 0
-    _deadline: float | None = None
     _next_report: float = 0.0
-    _answers: dict[int, StatusReply] = field(default_factory=dict)
+    _inspection: Inspection | None = None  # Under way
 
     def watch(self, table: MessageTable, waits: WaitForGraph) -> HorovodInternalError | None:
-        now = system.monotonic()
-        shortest = self.limits.shortest
+        """Begin an inspection where something is overdue, or end one; return the error of a wait past its limit."""
+        now, shortest = system.monotonic(), self.limits.shortest
         if shortest is None:
             return None
         overdue = find_overdue(table, waits, now, shortest)
-        if self._deadline is None:
+        if self._inspection is None:
             if overdue and now >= self._next_report:
                 self._number += 1
-                self._answers = {}
-                self._deadline = now + ANSWER_SECONDS
+                self._inspection = Inspection(self.ranks, self._number, now + ANSWER_SECONDS, self.look)
                 self.ask(self._number)
             return None
-        if len(self._answers) < len(self.ranks) and now < self._deadline:
+        if not self._inspection.is_over(now):
             return None
-        self._deadline = None
+        inspection, self._inspection = self._inspection, None
         self._next_report = now + shortest
-        absent: set[int] = set()
         if JOIN_KEY in overdue:
             # A wait in join() takes as long as the others have data: what counts is how long they rest.
-            overdue[JOIN_KEY] = self._rest(table.missing(JOIN_KEY))
-        lines = {key: self._describe(key, table, waits, absent) for key in overdue}
-        found = {key: line for key, line in lines.items() if line is not None}
-        if not found:
+            overdue[JOIN_KEY] = inspection.rest(table.missing(JOIN_KEY))
+            if overdue[JOIN_KEY] < shortest:
+                del overdue[JOIN_KEY]
+        return self._report(overdue, inspection, table, waits)
+
+    def hear(self, position: int, answer: StatusReply) -> None:
+        if self._inspection is not None and answer.number == self._inspection.number:
+            self._inspection.answers[position] = answer
+
+    def _report(
+        self, overdue: Mapping[RequestKey, float], inspection: Inspection, table: MessageTable, waits: WaitForGraph
+    ) -> HorovodInternalError | None:
+        """Log what clearly waits for ranks; return the error of a wait past its limit."""
+        lines: list[str] = []
+        absent: set[int] = set()
+        longest = 0.0
+        for key, age in overdue.items():
+            waiting, missing = inspection.sides(key, table, waits)
+            if waiting and missing:
+                lines.append(inspection.describe(key, waiting, missing))
+                absent.update(missing)
+                longest = max(longest, age)
+        if not lines:
             return None
         report, shutdown = self.limits.report_seconds, self.limits.shutdown_seconds
-        text = "\n".join([*found.values(), *self._stacks(sorted(absent))])
-        if report is not None and any(overdue[key] >= report for key in found):
+        text = "\n".join([*lines, *inspection.stacks(sorted(absent))])
+        if report is not None and longest >= report:
             logger.warning("%s\n%s", HEAD.format(seconds=report), text)
-        if shutdown and any(overdue[key] >= shutdown for key in found):
+        if shutdown and longest >= shutdown:
             return StalledError(
                 "hvlike: Horovod has been shut down: operations have waited for other ranks for more than "
                 f"{shutdown:g} s (HVLIKE_STALL_SHUTDOWN_TIME_SECONDS).\n{text}"
             )
         return None
 
-    def hear(self, position: int, answer: StatusReply) -> None:
-        if answer.number == self._number:
-            self._answers[position] = answer
 
-    def _describe(self, key: RequestKey, table: MessageTable, waits: WaitForGraph, absent: set[int]) -> str | None:
-        """One operation of the report, None if it is not clear that it waits for anybody; `absent`: for whom."""
-        if key == JOIN_KEY and self._rest(table.missing(key)) < (self.limits.shortest or 0.0):
-            return None
+@dataclass
+class Inspection:
+    """One question to all members where they are, and what they have answered so far, by position."""
+
+    ranks: tuple[int, ...]
+    number: int
+    deadline: float
+    look: Callable[[int], str]
+    answers: dict[int, StatusReply] = field(default_factory=dict)
+
+    def is_over(self, now: float) -> bool:
+        return len(self.answers) == len(self.ranks) or now >= self.deadline
+
+    def sides(self, key: RequestKey, table: MessageTable, waits: WaitForGraph) -> tuple[list[int], list[int]]:
+        """Return who waits in an operation, and for whom; nobody where that is not clear."""
         if key[0] == STEP:
-            missing = self._behind(key[1], table)
-            waiting = [each for each, wait in waits.waits.items() if wait.key == key]
-        else:
-            # A leader that does not answer keeps back what its node has asked for.
-            asked = {each for each, answer in self._answers.items() if key in answer.unfinished}
-            waiting = sorted(asked.union(table.pending.get(key, ())))
-            missing = [each for each in map(self.ranks.index, table.missing(key)) if each not in waiting]
-        if not missing or not waiting:
-            return None
-        known = [self._answers[each].unfinished.get(key) for each in waiting if each in self._answers]
-        details = [each.detail for each in known if each is not None]
+            return [each for each, wait in waits.waits.items() if wait.key == key], self._behind(key[1], table)
+        # A leader that does not answer keeps back what its node has asked for.
+        asked = {each for each, answer in self.answers.items() if key in answer.unfinished}
+        waiting = sorted(asked.union(table.pending.get(key, ())))
+        return waiting, [each for each in map(self.ranks.index, table.missing(key)) if each not in waiting]
+
+    def describe(self, key: RequestKey, waiting: Sequence[int], missing: Sequence[int]) -> str:
+        """Return the lines of one operation in a report."""
+        known = [self.answers[each].unfinished.get(key) for each in waiting if each in self.answers]
+        detail = next((each.detail for each in known if each is not None), "")
         where = ", ".join(self._where(position, key) for position in waiting)
         last = "; ".join(self._last_of(position) for position in missing)
-        absent.update(missing)
-        return f"{key[0]} {key[1]!r}{details[0] if details else ''}\n  waits on {where}\n  missing: {last}"
+        return f"{key[0]} {key[1]!r}{detail}\n  waits on {where}\n  missing: {last}"
 
-    def _rest(self, ranks: Iterable[int]) -> float:
+    def rest(self, ranks: Iterable[int]) -> float:
         """For how long none of these has asked for anything; those that do not answer do not count."""
-        answers = [self._answers.get(self.ranks.index(rank)) for rank in ranks]
+        answers = [self.answers.get(self.ranks.index(rank)) for rank in ranks]
         return min((each.last.seconds for each in answers if each is not None and each.last is not None), default=inf)
 
-    def _stacks(self, positions: Sequence[int]) -> Iterable[str]:
+    def stacks(self, positions: Sequence[int]) -> Iterable[str]:
         """Where the members at these positions are, a line for each and its stack; the first few of them."""
         for position in positions[:SHOWN_STACKS]:
-            answer = self._answers.get(position)
+            answer = self.answers.get(position)
             rank = self.ranks[position]
             if answer is None:
                 seen = self.look(rank)
@@ -216,7 +239,7 @@ class StallInspector:
 
     def _behind(self, name: str, table: MessageTable) -> list[int]:
         """Who has not entered the step that others are in, as far as they have answered."""
-        steps = {position: answer.steps.get(name, 0) for position, answer in self._answers.items()}
+        steps = {position: answer.steps.get(name, 0) for position, answer in self.answers.items()}
         most = max(steps.values(), default=0)
         silent = [each for each in range(len(self.ranks)) if each not in steps]
         return [
@@ -226,13 +249,13 @@ class StallInspector:
         ]
 
     def _where(self, position: int, key: RequestKey) -> str:
-        answer = self._answers.get(position)
+        answer = self.answers.get(position)
         submission = answer.unfinished.get(key) if answer is not None else None
         rank = f"rank {self.ranks[position]}"
         return rank if submission is None else f"{rank} ({submission.place}, since {submission.seconds:.0f} s)"
 
     def _last_of(self, position: int) -> str:
-        answer = self._answers.get(position)
+        answer = self.answers.get(position)
         rank = name_ranks([self.ranks[position]])
         if answer is None:
             return f"{rank}, which does not answer (stopped, or busy in a call that holds Python's lock)"

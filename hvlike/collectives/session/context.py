@@ -168,7 +168,7 @@ class Context:
         if membership.is_broken:
             return False
         for set_state in self.registry.set_states.values():
-            for watch in list(set_state.controller.watches.values()):
+            for watch in list(set_state.proxies.watches.values()):
                 watch.look_at_end()
         try:
             loop.wait(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from hvlike.collectives.controller.controller import Controller
+from hvlike.collectives.controller.member_tree import FAILED
 from hvlike.collectives.requests.join_protocol import JoinFailure, LeaveEnd
 from hvlike.collectives.session.joined_proxy import JoinedProxies
 from hvlike.errors import JoinError, UsageError
@@ -19,7 +20,7 @@ class JoinContexts:
         self._proxies = proxies
         self._positions = controller.positions
         self._early: dict[int, JoinFailure] = {}
-        controller.on_failure = self._hear
+        controller.listen(FAILED, lambda rank, left: self._hear(*left))
 
     @property
     def failed(self) -> bool:
@@ -57,6 +58,7 @@ class JoinContexts:
             self._proxies.reset(() if end is None else end.spare_queues)
 
     def _hear(self, number: int, failure: JoinFailure) -> None:
+        """A member has left the context of this number by an exception."""
         if number > self._number:
             self._early[number] = failure
         elif number == self._number and self.inside:

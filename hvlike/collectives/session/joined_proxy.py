@@ -10,7 +10,7 @@ import math
 import threading
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, MutableSet, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, MutableSet, Sequence
 from functools import partial
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
@@ -24,7 +24,8 @@ from hvlike.backends.cuda.runtime import Event
 from hvlike.backends.op_queue import OpQueue, OpQueues
 from hvlike.backends.operation import Operation
 from hvlike.collectives.compression import Mark
-from hvlike.collectives.controller.controller import OPTIONS, Controller
+from hvlike.collectives.controller.controller import Controller
+from hvlike.collectives.controller.member_tree import OPTIONS
 from hvlike.collectives.health.option_watch import OptionWatch, ReadOptions
 from hvlike.collectives.persistent.schedule import Schedule
 from hvlike.collectives.requests.join_protocol import PLANNED_KINDS, neutral_tensors
@@ -170,9 +171,9 @@ class PersistentOperation(ABC):
     def watch_options(self, read: WeakMethod[ReadOptions]) -> None:
         """Have the first rank warn where what `read` returns between two steps is not the same on all ranks."""
         assert self._set_state is not None
-        controller, group = self._set_state.controller, self._set_state.group
-        send = partial(_send_options, controller, self.name)
-        self._options = controller.watches[self.name] = OptionWatch(self.name, group, send, read)
+        send = partial(_send_options, self._set_state.controller, self.name)
+        watch = OptionWatch(self.name, self._set_state.group, send, read)
+        self._options = self._set_state.proxies.watches[self.name] = watch
         self._look_at = 1
 
     def _look_at_options(self) -> None:
@@ -244,7 +245,9 @@ class JoinedProxies:
         self._used: dict[int, OpQueue] = {}  # By proxies of this join, those that were replaced too
         self._missed = 0
         self._thread: int | None = None  # That waits for the others to join too; None while this rank has inputs
+        self.watches: MutableMapping[str, OptionWatch] = weakref.WeakValueDictionary()  # By the names of plans
         controller.stand_in = self._stand_in
+        controller.listen(OPTIONS, self._hear_options)
 
     @property
     def planned(self) -> list[PersistentOperation]:
@@ -365,6 +368,11 @@ class JoinedProxies:
         self._used[proxy.queue.number] = proxy.queue
         if not proxy.finished:
             proxy.begin()
+
+    def _hear_options(self, rank: int, message: tuple[Any, ...]) -> None:
+        watch = self.watches.get(message[0])
+        if watch is not None:
+            watch.hear(rank, *message[1:])
 
     def _stand_in(self, response: Response) -> Request | None:
         """What this rank, which has joined, does for an operation of the others; None: nothing."""

@@ -19,6 +19,7 @@ from hvlike.collectives.controller.inline_agreement import BoardAgreement, Messa
 from hvlike.collectives.controller.inline_allreduce import InlineAllreduce
 from hvlike.collectives.controller.inline_calls import InlineCalls, inline_allreduces
 from hvlike.collectives.controller.inline_messages import MOST_MEMBERS, InlineMessages
+from hvlike.collectives.controller.owner_names import OwnerNames
 from hvlike.collectives.controller.trace import Trace
 from hvlike.collectives.health.departures import Departures, Errors
 from hvlike.collectives.health.stall_inspector import StallLimits
@@ -76,7 +77,8 @@ class ProcessSetState:
             peers = [rank for rank in group.ranks if rank != fabric.world.rank]
             kind = MessageAgreement if apart else BoardAgreement
             self.agreement = kind(self.controller.tensor_queue, peers, self.controller.send_soon)
-            self.controller.agreement = self.agreement
+            self.controller.agree_by(self.agreement)
+        self.owner_names = OwnerNames()
         self.proxies = JoinedProxies(self.queues, self.controller)
         self.plan_epoch = fabric.plan_epoch  # The guard of plans
         self.rounds = JoinContexts(self.proxies, self.controller, fabric.plan_epoch)

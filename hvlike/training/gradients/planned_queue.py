@@ -274,7 +274,7 @@ class PlannedQueue(PersistentOperation):
         self.forget()
         self._context = current()
         set_state = self._set_state = self._context.find_set(self._process_set, self._purpose)
-        number = set_state.controller.optimizer_names.claim(self._purpose, self, IN_ONE_THREAD, calling_thread())
+        number = set_state.owner_names.claim(self._purpose, self, IN_ONE_THREAD, calling_thread())
         self.name = f"{self._purpose}.{number}"
         if self.options is not None:
             self.watch_options(self.options)

@@ -145,7 +145,7 @@ class Reduction:
     def announce(self, context: Context, owner: Owner, given: Mapping[Tensor, str]) -> None:
         """The owner was made in this thread, for which it will be named as it is used. Local."""
         if not self.is_local(context):
-            names = context.find_set(self.process_set, self.owner).controller.optimizer_names
+            names = context.find_set(self.process_set, self.owner).owner_names
             names.announce(self._kind(given, threading.current_thread()), owner)
 
     def automatic_name(
@@ -164,7 +164,7 @@ class Reduction:
         advice: what to do where they are not. thread: of the program, in which the owner is used.
         Raises: UsageError, where the ranks cannot tell them apart.
         """
-        names = context.find_set(self.process_set, self.owner).controller.optimizer_names
+        names = context.find_set(self.process_set, self.owner).owner_names
         kind = self._kind(given, thread)
         names.claim(kind, owner, advice, thread)
         name = f"{self.owner}({inside})" if kind == self.owner else f"{self.owner}({inside}) in a thread"
