@@ -22,7 +22,7 @@ from hvlike.collectives.api.gradients import (
     has_horovods_gradients,
 )
 from hvlike.collectives.compression import Compression, CompressorLike, check_compressor
-from hvlike.collectives.controller.inline_calls import inline_allreduces
+from hvlike.collectives.controller.inline_calls import DONE, NOT_AT_ALL, inline_allreduces
 from hvlike.collectives.requests.process_set import ProcessSet
 from hvlike.collectives.requests.reduction import Average, Max, Min, Product, ScaledOp, Sum, reduction_of
 from hvlike.collectives.requests.request import (
@@ -120,14 +120,15 @@ def allreduce_(
         HorovodInternalError, UsageError: As `allreduce`.
     """
     way = inline_allreduces.by_set.get(0 if process_set is None else getattr(process_set, "process_set_id", None))
-    tried = None
+    counted = False
     if way is not None and average is None:
         tried = way.attempt(tensor, name, op, prescale_factor, postscale_factor)
-        if tried is True:
+        if tried is DONE:
             return tensor
-        name = name if tried is None else tried
+        if tried is not NOT_AT_ALL:
+            name, counted = tried, True
     call = _begin("allreduce", name, process_set, average, op, prescale_factor, postscale_factor)
-    handle = _start(*call, [tensor], wake=False, counted=tried is not None)
+    handle = _start(*call, [tensor], wake=False, counted=counted)
     result: torch.Tensor = synchronize(handle)
     return result
 

@@ -6,7 +6,7 @@ not plain is negotiated, with the same result.
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -17,7 +17,16 @@ from hvlike.backends.shared_memory.board import FINISHED, RING
 from hvlike.backends.shared_memory.in_place_shm import AS_SHARED, InlineReduction
 from hvlike.collectives.controller.controller import Controller
 from hvlike.collectives.controller.inline_agreement import BoardAgreement
-from hvlike.collectives.controller.inline_calls import INLINE, KIND, MOST_KNOWN, InlineCalls, code_of
+from hvlike.collectives.controller.inline_calls import (
+    DONE,
+    INLINE,
+    KIND,
+    MOST_KNOWN,
+    NOT_AT_ALL,
+    InlineCalls,
+    Outcome,
+    code_of,
+)
 from hvlike.collectives.requests.reduction import Average
 from hvlike.collectives.requests.request import RequestSpec
 from hvlike.observe.recorder import Recorder
@@ -64,21 +73,21 @@ class InlineAllreduce(InlineCalls[_BoardPlan]):
     # All in one frame: where the caches are cold, as after a backward, a call costs more than most statements.
     def attempt(
         self, tensor: torch.Tensor, name: str | None, op: int | None, prescale: float, postscale: float
-    ) -> str | Literal[True] | None:
+    ) -> Outcome:
         try:
             plain = type(tensor) is torch.Tensor and tensor.is_cpu and tensor.is_contiguous()
             if not plain or tensor.requires_grad or tensor.is_neg():
-                return None
+                return NOT_AT_ALL
             address = tensor.data_ptr()
             call = (tensor.shape, tensor.dtype, op, prescale, postscale)
         except RuntimeError:
             # It is sparse or nested, or stands for others in a transformation of torch.func.
-            return None
+            return NOT_AT_ALL
         piece = self._pieces.get(address)
         if piece is None or piece.call != call:
             piece = self._piece(tensor, address, op, prescale, postscale)
         if piece is None or (piece.is_complex and tensor.is_conj()):
-            return None
+            return NOT_AT_ALL
         at_once, number, slots = piece.at_once, piece.plan.number, piece.slots
         shared = at_once is not None and at_once.is_shared(address)
         if shared:
@@ -91,11 +100,11 @@ class InlineAllreduce(InlineCalls[_BoardPlan]):
             with tensor_queue.lock:
                 index = tensor_queue.entered
                 if self._busy or self._away or self._recorder.on or index & self._sparing:
-                    return None
+                    return NOT_AT_ALL
                 if index != board.following and not board.is_free(index):
-                    return None
+                    return NOT_AT_ALL
                 if (tensor_queue.closed or tensor_queue.requests) and not tensor_queue.may_begin((KIND, name or "")):
-                    return None
+                    return NOT_AT_ALL
                 begun = self._busy = True
                 key, code, place = self._names.get(name) or self._call(name)
                 if slots:
@@ -131,7 +140,7 @@ class InlineAllreduce(InlineCalls[_BoardPlan]):
                 board.mine[FINISHED] = index + 1
             if begun:
                 self._busy, self._interrupt = False, None
-        return True
+        return DONE
 
     def _plan(self, arithmetic: Arithmetic, elements: int, spec: RequestSpec) -> _BoardPlan:
         number = code_of(repr(spec))

@@ -8,8 +8,9 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Callable
+from enum import Enum
 from functools import lru_cache
-from typing import Any, Generic, Literal, NamedTuple, TypeVar
+from typing import Any, Final, Generic, Literal, NamedTuple, TypeAlias, TypeVar
 
 import torch
 
@@ -33,6 +34,19 @@ _NAMED = 1 << 63
 _AWAY_SECONDS = 1e-3
 _Kind = tuple[torch.Size, torch.dtype, int, float, float]  # Shape, dtype, op, prescale and postscale
 P = TypeVar("P")
+
+
+class Tried(Enum):
+    """What has become of an attempt."""
+
+    NOT_AT_ALL = "not at all"  # The call has no number yet
+    DONE = "done"
+
+
+NOT_AT_ALL: Final = Tried.NOT_AT_ALL
+DONE: Final = Tried.DONE
+Outcome: TypeAlias = Literal[Tried.NOT_AT_ALL, Tried.DONE] | str
+"""A string: the attempt was refused. The call is numbered, and is to be negotiated under this name."""
 
 
 class Name(NamedTuple):
@@ -64,11 +78,10 @@ class InlineCalls(Generic[P]):
 
     def attempt(
         self, tensor: torch.Tensor, name: str | None, op: int | None, prescale: float, postscale: float
-    ) -> str | Literal[True] | None:
+    ) -> Outcome:
         """Reduce in place, if all ranks of the set call this now with tensors alike. Blocks for a moment.
 
-        Returns True when it is done; the name under which to negotiate it where the others do not; None when nothing
-        was tried. Raises: HorovodInternalError as a negotiated call does.
+        Raises: HorovodInternalError as a negotiated call does.
         """
         raise NotImplementedError
 

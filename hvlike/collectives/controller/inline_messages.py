@@ -11,7 +11,7 @@ The sums are those of negotiated calls, so the bits of a result do not depend on
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -22,7 +22,17 @@ from hvlike.backends.network.progress import has_ended
 from hvlike.backends.op_queue import OpQueue
 from hvlike.collectives.controller.controller import Controller
 from hvlike.collectives.controller.inline_agreement import MessageAgreement, Offer
-from hvlike.collectives.controller.inline_calls import INLINE, KIND, MOST_KNOWN, InlineCalls, code_of
+from hvlike.collectives.controller.inline_calls import (
+    DONE,
+    INLINE,
+    KIND,
+    MOST_KNOWN,
+    NOT_AT_ALL,
+    InlineCalls,
+    Name,
+    Outcome,
+    code_of,
+)
 from hvlike.collectives.requests.reduction import Average
 from hvlike.collectives.requests.request import RequestSpec
 from hvlike.errors import HorovodInternalError
@@ -91,36 +101,20 @@ class InlineMessages(InlineCalls[_MessagePlan]):
 
     def attempt(
         self, tensor: torch.Tensor, name: str | None, op: int | None, prescale: float, postscale: float
-    ) -> str | Literal[True] | None:
+    ) -> Outcome:
+        plan = self._plan_of(tensor, op, prescale, postscale)
+        if plan is None:
+            return NOT_AT_ALL
+        address = tensor.data_ptr()
+        called = self._begin(name, plan) if address else None
+        if called is None:
+            return NOT_AT_ALL
+        key, code, place = called
+        index, agreement = self._wanted, self._agreement
         try:
-            plain = type(tensor) is torch.Tensor and tensor.is_cpu and tensor.is_contiguous()
-            if not plain or tensor.requires_grad or tensor.is_neg() or tensor.is_conj() or tensor.is_inference():
-                return None
-            address = tensor.data_ptr()
-            plan = self._plans.get((tensor.shape, tensor.dtype, Average if op is None else op, prescale, postscale))
-        except RuntimeError:
-            # It is sparse or nested, or stands for others in a transformation of torch.func.
-            return None
-        if plan is None or not address:
-            return None
-        tensor_queue, agreement = self._queue, self._agreement
-        with tensor_queue.lock:
-            index = tensor_queue.entered
-            if self._busy or self._away or self._recorder.on or index & self._sparing or self._offers.leaving:
-                return None
-            if (tensor_queue.closed or tensor_queue.requests) and not tensor_queue.may_begin((KIND, name or "")):
-                return None
-            if not agreement.may_offer(index):
-                return None
-            self._busy, self._begun, self._wanted = True, False, index
-            tensor_queue.entered = index + 1
-            key, code, place = self._names.get(name) or self._call(name)
-            self._positions.entered[INLINE] = index
-            agreement.offer(index, Offer(plan.number, code))
-        try:
-            if not tensor_queue.here.is_known:
-                tensor_queue.know_thread()
-            tensor_queue.last = (key, place, system.monotonic())
+            if not self._queue.here.is_known:
+                self._queue.know_thread()
+            self._queue.last = (key, place, system.monotonic())
             piece = self._pieces.get((address, plan.number)) or self._piece(address, plan)
             if not self._agree(_Attempt(index, code, plan, piece, tensor), key[1]):
                 return self._refused(index, plan.spec, key[1], tensor)
@@ -140,7 +134,36 @@ class InlineMessages(InlineCalls[_MessagePlan]):
             if self._offers.leaving:
                 self._offers.keep(tensor)
             self._busy, self._interrupt = False, None
-        return True
+        return DONE
+
+    def _plan_of(self, tensor: torch.Tensor, op: int | None, prescale: float, postscale: float) -> _MessagePlan | None:
+        """The plan of calls like this one, if there is one and the tensor is plain."""
+        try:
+            plain = type(tensor) is torch.Tensor and tensor.is_cpu and tensor.is_contiguous()
+            if not plain or tensor.requires_grad or tensor.is_neg() or tensor.is_conj() or tensor.is_inference():
+                return None
+            return self._plans.get((tensor.shape, tensor.dtype, Average if op is None else op, prescale, postscale))
+        except RuntimeError:
+            # It is sparse or nested, or stands for others in a transformation of torch.func.
+            return None
+
+    def _begin(self, name: str | None, plan: _MessagePlan) -> Name | None:
+        """Number an operation, and say that it is offered; None where no attempt can be made now."""
+        tensor_queue, agreement = self._queue, self._agreement
+        with tensor_queue.lock:
+            index = tensor_queue.entered
+            if self._busy or self._away or self._recorder.on or index & self._sparing or self._offers.leaving:
+                return None
+            if (tensor_queue.closed or tensor_queue.requests) and not tensor_queue.may_begin((KIND, name or "")):
+                return None
+            if not agreement.may_offer(index):
+                return None
+            self._busy, self._begun, self._wanted = True, False, index
+            tensor_queue.entered = index + 1
+            called = self._names.get(name) or self._call(name)
+            self._positions.entered[INLINE] = index
+            agreement.offer(index, Offer(plan.number, called.code))
+        return called
 
     def close(self) -> None:
         self._loop.remove_source(self._offers.progress, self._offers.is_unfinished)
@@ -166,13 +189,13 @@ class InlineMessages(InlineCalls[_MessagePlan]):
         piece = self._pieces[address, plan.number] = _MessagePiece(sent, own, plan.arithmetic.over(own))
         return piece
 
-    def _agree(self, attempt: _Attempt, name: str) -> bool | None:
+    def _agree(self, attempt: _Attempt, name: str) -> bool:
         """Send the offer and wait for the answer; where it is yes, exchange the halves of a tensor that has them."""
         agreement, loop = self._agreement, self._loop
         coroutine = self._steps(attempt)
         try:
             if loop.advance(coroutine, self._op_queue.spin.network_seconds):
-                return agreement.answer
+                return agreement.answer is True
         except BaseException as error:
             if agreement.answer and attempt.plan.is_halved:
                 raise
@@ -199,7 +222,7 @@ class InlineMessages(InlineCalls[_MessagePlan]):
             self._await(lambda: task.done, attempt.number, name, stop)
         if task.error is not None:
             raise task.error
-        return agreement.answer
+        return agreement.answer is True
 
     def _steps(self, attempt: _Attempt) -> Coroutine[None]:
         """Goes on where an interrupt has ended the one before."""
