@@ -176,6 +176,7 @@ class Job:
         self.spares = list(range(self.size, self.comm.size))  # Positions in `comm`
         self.renumbered: dict[int, int] = {}  # From the numbers when this process has last called settle() to now
         self.settle()
+        self.has_answered = False  # In this communicator, whether training has ended here (agree_on_end)
         self.goes_on_without_this = False  # Whether the others train on when this process ends with an error
         self.restarts = 0
         here = mpi.Get_processor_name(), topology.machine_id(), _process_numbers()
@@ -250,6 +251,7 @@ class Job:
         """Leave out who is lost. Collective over the survivors; blocks. `begin` follows."""
         before = self.comm.size
         self.restarts += 1
+        self.has_answered = False
         # A lost process may have sent in a communicator that failed to be made here. Open MPI keeps such messages for
         # the next communicator of that number; so these numbers are taken, and none of them is used again.
         self._left += [self.comm, *(self.mpi.COMM_SELF.Dup() for _ in range(_MOST_UNSHARED))]
@@ -313,8 +315,18 @@ class Job:
         self.only_spares = bool(agreement.flag[0] & _SPARE)
         return bool(agreement.flag[0] & 1)
 
+    def agree_on_end(self, ended: bool, perform: Callable[[Callable[[], None]], None] = _at_once) -> bool:
+        """Whether training has ended on all ranks. Each process answers once in a communicator; spares say yes when
+        they begin to wait. Blocks. perform: see `agree`.
+        """
+        self.has_answered = True
+        return self.agree(ended, perform)
+
     def release_spares(self, comm: FaultTolerantCommunicator) -> None:
-        """Go on without spares, which end, in the communicator of those that train. Local, after all have agreed."""
+        """Go on without spares, which end, in the communicator of those that train. Local, after training has ended
+        on all ranks, which may train again.
+        """
+        self.has_answered = False
         if self.spares:
             self._left.append(self.comm)
             self.comm = comm.comm
