@@ -25,7 +25,6 @@ block whatever they do. Abort stands behind a `finally`, and all before it has a
 from __future__ import annotations
 
 import contextlib
-import faulthandler
 import os
 import signal
 import sys
@@ -33,21 +32,28 @@ import threading
 from collections.abc import Callable
 from functools import partial
 from types import ModuleType, TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 from hvlike.errors import HorovodInternalError, JoinError, PeerLeftError, ShutdownError, WorkerLostError
 from hvlike.observe import printing
 from hvlike.system.system import of_process, system
-from hvlike.transport.failure import watchdog
-from hvlike.transport.failure.exit_status import ExitObserver, note_good_end
+from hvlike.transport.failure.exit_status import note_good_end
 from hvlike.transport.failure.fault_tolerance import RUNNING
 from hvlike.transport.failure.first_report import FirstReport, describe_others, job_name
+from hvlike.transport.failure.hooks import Hooks
 from hvlike.transport.host import launchers, mpi_library
 from hvlike.transport.host.parents import LauncherWatch
 
 GRACE = 5.0  # Seconds between the end of a failing program and Abort, for exit handlers and threads that still run
 PRECEDENCE = 0.5  # Seconds by which the report of a cause may be later than that of its consequence
 CONSEQUENCES = (JoinError, PeerLeftError, ShutdownError, WorkerLostError)
+
+
+class _Report(NamedTuple):
+    """What this rank has said of its failure."""
+
+    summary: str = ""  # The first line, for the others
+    at: float = 0.0  # When, in seconds of system.monotonic()
 
 
 class Guard:
@@ -67,19 +73,12 @@ class Guard:
         self._on_end = on_end
         self._on_first_node = on_first_node
         self._owner = os.getpid()
-        self._exit = ExitObserver(self.on_sys_exit)
+        self._hooks = Hooks(self.on_exception, self._on_thread_exception, self.on_sys_exit)
         self.before_end: list[Callable[[], object]] = []  # What is still written when this rank fails, in some thread
-        self._failure: int | None = None
-        self._failed_at = 0.0
-        self._reported = False
-        self._summary = ""
-        self._shows_stacks = False
-        self._answers_signal = False
+        self._status: int | None = None  # With which this rank ends, once it fails
+        self._report: _Report | None = None  # What was said of that
         self._watching = False
         self._is_orphan = False
-        self._previous_hook = sys.excepthook
-        self._previous_thread_hook: Callable[[Any], Any] = threading.excepthook
-        self._last_error: object = None
         self._parents: LauncherWatch | None = None
         self._first: FirstReport = (system.first_report or partial(FirstReport, f"alone-{self._owner}"))()
 
@@ -91,24 +90,13 @@ class Guard:
             ON_DUTY.guard.uninstall()
         ON_DUTY.guard = self
         self._watching = True
-        self._last_error = getattr(sys, "last_value", None)
         # mpi4py finalises MPI after all atexit handlers, and the last one registered runs first.
         system.at_exit(self.at_exit)
         if system.mpi is None:
-            self._install_hooks()
-
-    def _install_hooks(self) -> None:
-        self._previous_hook, sys.excepthook = sys.excepthook, self.on_exception
-        self._previous_thread_hook, threading.excepthook = threading.excepthook, self._on_thread_exception
-        self._exit.install()
-        if launchers.detect_launcher(os.environ) is not None:
-            self._parents = LauncherWatch()
-            self._first = FirstReport(job_name(self._parents.launcher))
-        self._answers_signal = watchdog.answer_stack_signal()
-        stderr = printing.descriptor_of_stderr()
-        if not faulthandler.is_enabled() and stderr is not None:
-            faulthandler.enable(stderr)
-            self._shows_stacks = True
+            self._hooks.install()
+            if launchers.detect_launcher(os.environ) is not None:
+                self._parents = LauncherWatch()
+                self._first = FirstReport(job_name(self._parents.launcher))
 
     def uninstall(self) -> None:
         """Stop watching and put the hooks back, except those that were replaced in the meantime."""
@@ -116,21 +104,10 @@ class Guard:
             return
         self._watching = False
         ON_DUTY.guard = None
-        # A bound method is a new object at each access, so compare by value.
-        if sys.excepthook == self.on_exception:
-            sys.excepthook = self._previous_hook
-        if threading.excepthook == self._on_thread_exception:
-            threading.excepthook = self._previous_thread_hook
-        self._exit.uninstall()
+        self._hooks.put_back()
         system.not_at_exit(self.at_exit)
         self._parents = None
         self._first.release()
-        if self._answers_signal:
-            self._answers_signal = False
-            watchdog.ignore_stack_signal()
-        if self._shows_stacks:
-            self._shows_stacks = False
-            faulthandler.disable()
 
     def end_job(self, text: str, summary: str) -> None:
         try:
@@ -167,27 +144,27 @@ class Guard:
     def on_exception(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         """What sys.excepthook is while the guard is installed: report the error, and end the job."""
         if not self._is_mine():
-            self._previous_hook(kind, error, trace)
+            self._hooks.previous(kind, error, trace)
             return
         try:
-            own = self._previous_hook is not sys.__excepthook__
-            self._report("uncaught exception", not own, kind, error, trace)
+            own = self._hooks.previous is not sys.__excepthook__
+            self._tell("uncaught exception", not own, kind, error, trace)
             if own:
-                self._let_hook_tell(lambda: self._previous_hook(kind, error, trace), kind, error, trace)
+                self._let_hook_tell(lambda: self._hooks.previous(kind, error, trace), kind, error, trace)
         finally:
             if not _is_interactive():
                 self._end_soon(130 if issubclass(kind, KeyboardInterrupt) else 1)
 
     def _on_thread_exception(self, args: Any) -> None:
         if not self._is_mine() or issubclass(args.exc_type, SystemExit):
-            self._previous_thread_hook(args)
+            self._hooks.previous_in_threads(args)
             return
         what = args.exc_type, args.exc_value, args.exc_traceback
         try:
-            own = self._previous_thread_hook is not threading.__excepthook__
-            self._report(f"uncaught exception in {_name_of(args.thread)}", not own, *what)
+            own = self._hooks.previous_in_threads is not threading.__excepthook__
+            self._tell(f"uncaught exception in {_name_of(args.thread)}", not own, *what)
             if own:
-                self._let_hook_tell(lambda: self._previous_thread_hook(args), *what)
+                self._let_hook_tell(lambda: self._hooks.previous_in_threads(args), *what)
         finally:
             if not _is_interactive():
                 self._abort(1)
@@ -214,7 +191,7 @@ class Guard:
         if self._is_mine() and status:
             self._end_soon(status)
 
-    def _report(
+    def _tell(
         self,
         what: str,
         with_trace: bool,
@@ -228,7 +205,7 @@ class Guard:
                 system.sleep(PRECEDENCE)
             if _is_internal(kind) and self._parents is not None and self._parents.is_orphan():
                 # The job has ended, and its cause was told: a rank that was stopped goes on after that.
-                self._reported = True
+                self._report = _Report()
                 return
             text = f"hvlike: {what} on {self._name}\n"
             if with_trace:
@@ -237,19 +214,17 @@ class Guard:
 
     def _report_text(self, text: str, summary: str) -> None:
         """Say it, unless another rank of this node has reported already: that one is told the first line."""
-        self._reported = True
-        self._failed_at = system.monotonic()
-        self._summary = summary.strip().partition("\n")[0]
+        self._report = report = _Report(summary.strip().partition("\n")[0], system.monotonic())
         if self._is_orphan:
             # Another thread ends this process.
             return
         # At a prompt each rank goes on, and so do the reports.
-        if _is_interactive() or self._first.claim(self._rank, self._summary):
+        if _is_interactive() or self._first.claim(self._rank, report.summary):
             # One write, or the lines of several failing ranks are shuffled.
             printing.report(text.rstrip("\n"))
 
     def _end_soon(self, status: int) -> None:
-        self._failure = status
+        self._status = status
         try:
             system.Thread(target=self._abort_later, args=(status,), name="hvlike-guard", daemon=True).start()
         except BaseException:
@@ -264,10 +239,10 @@ class Guard:
     def at_exit(self) -> None:
         if not self._is_mine():
             return
-        if self._failure is None and self._was_failure_hidden():
-            self._failure = 1
-        if self._failure:
-            self._report_and_abort(f"ended with status {self._failure}", ": the whole job ends", self._failure)
+        if self._status is None and self._hooks.has_missed_error():
+            self._status = 1
+        if self._status:
+            self._report_and_abort(f"ended with status {self._status}", ": the whole job ends", self._status)
         if RUNNING.job is not None and RUNNING.job.goes_on_without_this:
             self._report_and_abort("has left elastic.run while other ranks train", "", 1)
         ended = False
@@ -278,7 +253,7 @@ class Guard:
             if not ended:
                 # Python would print this exception and go on to MPI_Finalize, to wait there for the others.
                 try:
-                    self._report("an exception at the end of the program", True, *sys.exc_info())
+                    self._tell("an exception at the end of the program", True, *sys.exc_info())
                 finally:
                     self._abort(1)
         self._watching = False
@@ -286,16 +261,11 @@ class Guard:
 
     def _report_and_abort(self, said: str, more: str, status: int) -> None:
         try:
-            if not self._reported:
-                self._report_text(f"hvlike: {self._name} {said}{self._exit.text}{more}", said + self._exit.text)
+            if self._report is None:
+                said += self._hooks.exit.text
+                self._report_text(f"hvlike: {self._name} {said}{more}", said)
         finally:
             self._abort(status)
-
-    def _was_failure_hidden(self) -> bool:
-        """Whether an uncaught exception went to a hook that somebody installed in front of ours."""
-        replaced = sys.excepthook != self.on_exception
-        last = getattr(sys, "last_value", None)
-        return self._exit.status is None and replaced and last is not None and last is not self._last_error
 
     def _abort(self, status: int) -> None:
         ends_alone = False
@@ -314,17 +284,18 @@ class Guard:
         """Name the other ranks that have failed; returns whether the others go on without this one."""
         job = RUNNING.job
         goes_on = job is not None and job.goes_on_without_this and job.others_live()
+        report = self._report or _Report()
         if goes_on:
             # Where several ranks fail alike it is the program's error, and no rank would be left.
-            system.sleep(max(0.0, self._failed_at + PRECEDENCE - system.monotonic()))
+            system.sleep(max(0.0, report.at + PRECEDENCE - system.monotonic()))
         others = self._first.others()
-        if goes_on and not others and self._first.claim(self._rank, self._summary):
+        if goes_on and not others and self._first.claim(self._rank, report.summary):
             printing.report(f"hvlike: {self._name} ends; the others go on without it")
             return True
         if others:
-            printing.report(f"hvlike: after {self._name} failed also {describe_others(others, self._summary)}")
+            printing.report(f"hvlike: after {self._name} failed also {describe_others(others, report.summary)}")
         # Where another rank has reported, the status of the job is its: that one ends the job after its exit handlers.
-        self._first.wait_for_holder(self._failed_at + 2 * GRACE)
+        self._first.wait_for_holder(report.at + 2 * GRACE)
         return False
 
     def _abort_mpi(self, status: int) -> None:
