@@ -141,7 +141,7 @@ class World(topology.Topology):
         """
         if self.job is None or not self.job.waits:
             return self
-        last = self.job.size - 1
+        last = self.job.roles.size - 1
         return dataclasses.replace(self, rank=last, size=last + 1)
 
     def is_revoked(self) -> bool:
@@ -258,7 +258,7 @@ def _begin_job(
     else:
         source = _check_comm(mpi, comm)
         job = Job(mpi, _make_private(mpi, source) if isinstance(source, tuple) else source, spares)
-        LossWatch(job.neighbours, guard.give_up)
+        LossWatch(job.neighbours(), guard.give_up)
     RUNNING.job = job
     made = []
 

@@ -111,7 +111,7 @@ class Context:
         """The sets to register: rank 0 knows what ranks they have by now. A spare registers none until it is needed."""
         if job.waits:
             return []
-        places = job.renumbered
+        places = job.roles.renumbered
         known = [[places[rank] for rank in each.ranks or () if rank in places] for each in self._given]
         told = self.world.comm.bcast(known, root=0)
         self._given += [ProcessSet(ranks or [0]) for ranks in told[len(self._given) :]]
@@ -121,7 +121,7 @@ class Context:
             process_set.ranks = ranks
         # One that rank 0 does not know was being added when a rank was lost.
         del self._given[len(told) :]
-        job.settle()
+        job.roles = job.roles.settled()
         return [each for each in self._given if each.ranks]
 
     @property

@@ -185,7 +185,7 @@ class Recovery:
                 "(agreed %.3f, rebuilt %.3f, restored %.3f). %s",
                 size(),
                 self._history.size,
-                len(self._job.spares),
+                len(self._job.roles.spares),
                 self._state.commits,
                 now - self._noticed,
                 self._agreed - self._noticed,

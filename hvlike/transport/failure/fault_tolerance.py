@@ -28,8 +28,9 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from dataclasses import replace
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -37,6 +38,7 @@ from hvlike.errors import LaunchError, PeerLeftError, UsageError
 from hvlike.observe import printing
 from hvlike.system.system import of_process, system
 from hvlike.transport.failure.fault_tolerant_comm import GARBAGE, FaultTolerantCommunicator, is_failure
+from hvlike.transport.failure.roles import Roles
 from hvlike.transport.host import launchers, topology
 from hvlike.transport.host.mpi_library import ForkMark, mapped_files
 from hvlike.version import page
@@ -101,26 +103,6 @@ def known_defect(version: Sequence[int]) -> str:
     )
 
 
-def assign_numbers(previous: Sequence[int | None], size: int, holds: Sequence[bool]) -> list[int | None]:
-    """Who has which number after a loss, before the ranks close up. previous: for each survivor the number it had, None
-    for a spare. size: how many ranks there were. holds: who has the state of the training. Spares take the numbers of
-    those that are lost; without spares each keeps its own. The lowest number is one's that has the state, if any does.
-    """
-    numbers = list(previous)
-    holders = [(number, place) for place, number in enumerate(previous) if number is not None and holds[place]]
-    start = 0 if None in previous else min(number for number in previous if number is not None)
-    if holders and min(holders)[0] != start:
-        lowest, first = min(holders)
-        if start in numbers:
-            numbers[numbers.index(start)] = lowest
-        numbers[first] = start
-    missing = [number for number in range(size) if number not in numbers]
-    for place, number in enumerate(numbers):
-        if number is None and missing:
-            numbers[place] = missing.pop(0)
-    return numbers
-
-
 def _at_once(action: Callable[[], None]) -> None:
     action()
 
@@ -151,6 +133,14 @@ class _Agreement:
             self.error = error if self._request is None else None
 
 
+class _Place(NamedTuple):
+    """Where a process runs."""
+
+    host: tuple[str, str, str]  # Its name, the machine, and where the process ids of this process hold
+    process: int
+    local: str | None  # Its number on the node
+
+
 class Job:
     """All processes of a job under fault tolerance, spares included, across restarts. One in a process at a time."""
 
@@ -163,30 +153,20 @@ class Job:
         # As good as a duplicate, and it leaves out who is lost already.
         self.comm = comm.Shrink()
         self.comm.Set_errhandler(mpi.ERRORS_RETURN)
-        self.size = self.comm.size - spares  # How many train
-        if self.size < 1:
+        if self.comm.size <= spares:
             raise UsageError(
                 f"HVLIKE_SPARES={spares}: the job has {self.comm.size} processes, and at least one has to train. Start "
                 "more of them, or set fewer spares."
             )
-        self.number: int | None = self.comm.rank if self.comm.rank < self.size else None
-        self.holds = self.number is not None  # Whether this process has the state of the training
-        self._begun = False
+        self.roles = Roles.at_start(self.comm.rank, self.comm.size, spares)
+        self.holds = not self.waits  # Whether this process has the state of the training
         self.only_spares = False  # Whether none that trains was in the last agreement
-        self.spares = list(range(self.size, self.comm.size))  # Positions in `comm`
-        self.renumbered: dict[int, int] = {}  # From the numbers when this process has last called settle() to now
-        self.settle()
         self.has_answered = False  # In this communicator, whether training has ended here (agree_on_end)
         self.goes_on_without_this = False  # Whether the others train on when this process ends with an error
         self.restarts = 0
         here = mpi.Get_processor_name(), topology.machine_id(), _process_numbers()
         own = mpi.COMM_WORLD.rank, here, system.process(), launchers.local_rank(os.environ)
-        told = self.comm.allgather(own)
-        self._hosts: dict[int, str] = {place: host for place, (host, *_), *_ in told}
-        # Process and number on the node of its other ranks, by their number in COMM_WORLD; only where process ids mean
-        # the same.
-        self.neighbours = {place: (process, local) for place, there, process, local in told if there == here}
-        del self.neighbours[mpi.COMM_WORLD.rank]
+        self._places: dict[int, _Place] = {place: _Place(*rest) for place, *rest in self.comm.allgather(own)}
         self.losses = self.failed = 0  # Those of earlier restarts; those that are known since the last one
         self.last_loss = -math.inf  # Of system.monotonic()
         if RUNNING.job is None:
@@ -197,11 +177,23 @@ class Job:
     @property
     def waits(self) -> bool:
         """Whether this process is a spare."""
-        return self.number is None
+        return self.roles.number is None
+
+    def neighbours(self) -> dict[int, tuple[int, str | None]]:
+        """Process and number on the node of its other ranks, by their number in COMM_WORLD; only where process ids mean
+        the same.
+        """
+        me = self.mpi.COMM_WORLD.rank
+        own = self._places[me].host
+        return {
+            number: (place.process, place.local)
+            for number, place in self._places.items()
+            if place.host == own and number != me
+        }
 
     def split(self) -> Any:
         """A communicator of the ranks that train, in their order; for a spare one of its own. Collective; blocks."""
-        return self.comm.Split(1 + self.comm.rank if self.waits else 0, key=self.number or 0)
+        return self.comm.Split(1 + self.comm.rank if self.waits else 0, key=self.roles.number or 0)
 
     def adopt(self, comm: Any) -> Any:
         """Have `comm` revoked with the others; returns what to use in its place."""
@@ -229,10 +221,11 @@ class Job:
         Raises: PeerLeftError on all of them when another one is lost meanwhile; begin again.
         """
         failure: BaseException | None = None
-        before = self.number, self.size, self.renumbered
+        before = self.roles
         try:
-            if self._begun:
-                self._renumber()
+            if self.restarts:
+                told = self.comm.allgather((self.roles.number, self.roles.size, self.holds))
+                self.roles = self.roles.after_loss(self.comm.rank, told)
             connect()
         except (self.mpi.Exception, *GARBAGE) as error:
             if not is_failure(self.mpi, error):
@@ -240,11 +233,10 @@ class Job:
             # The others may wait for this one where it has not come to.
             self.revoke()
             failure = error
-        self._begun = True
         if not self.agree(failure is None):
             self.revoke()
             # Nobody has the number that some were given.
-            self.number, self.size, self.renumbered = before
+            self.roles = before
             raise PeerLeftError("Another rank was lost while the ranks were starting again.") from failure
 
     def shrink(self) -> None:
@@ -262,22 +254,6 @@ class Job:
             self.failed = 0
             self.last_loss = system.monotonic()
 
-    def settle(self) -> None:
-        """From here on `renumbered` begins with the numbers of now. Local; processes may call it after different
-        restarts, as another loss can interrupt one of them anywhere.
-        """
-        self.renumbered = {number: number for number in range(self.size)}
-
-    def _renumber(self) -> None:
-        told = self.comm.allgather((self.number, self.size, self.holds))
-        filled = assign_numbers([each[0] for each in told], max(each[1] for each in told), [each[2] for each in told])
-        places = {number: place for place, number in enumerate(sorted(n for n in filled if n is not None))}
-        self.renumbered = {first: places[number] for first, number in self.renumbered.items() if number in places}
-        numbers = [None if number is None else places[number] for number in filled]
-        self.number = numbers[self.comm.rank]
-        self.size = sum(number is not None for number in numbers)
-        self.spares = [place for place, number in enumerate(numbers) if number is None]
-
     def others_live(self) -> bool:
         """Whether another process is left. Any thread: where only one may be in MPI, by what was known last."""
         if self.mpi.Query_thread() == self.mpi.THREAD_MULTIPLE:
@@ -293,8 +269,9 @@ class Job:
         members.Free()
         everybody.Free()
         lost = {places[rank] for rank in ranks}
-        dark = {self._hosts[place] for place in lost} - {self._hosts[place] for place in places if place not in lost}
-        waiting = {place for place, host in self._hosts.items() if place not in places and host in dark}
+        host_of = {number: place.host[0] for number, place in self._places.items()}
+        dark = {host_of[place] for place in lost} - {host_of[place] for place in places if place not in lost}
+        waiting = {place for place, host in host_of.items() if place not in places and host in dark}
         return report_lost(sorted(lost | waiting))
 
     def agree(self, answer: bool, perform: Callable[[Callable[[], None]], None] = _at_once) -> bool:
@@ -327,10 +304,10 @@ class Job:
         on all ranks, which may train again.
         """
         self.has_answered = False
-        if self.spares:
+        if self.roles.spares:
             self._left.append(self.comm)
             self.comm = comm.comm
-            self.spares = []
+            self.roles = replace(self.roles, spares=())
 
     def finalize(self) -> None:
         """End MPI after a loss. MPI_Finalize may hang then, above all soon after it: the process ends all the same."""
