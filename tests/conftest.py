@@ -58,8 +58,11 @@ hypothesis.settings.load_profile("ranks")
 @pytest.fixture(scope="session")
 def hvd() -> Iterator[ModuleType]:
     """hvlike, initialised once for the whole run."""
+    from support.in_loop import check_in_loop
+
     import hvlike
 
+    check_in_loop()
     hvlike.init()
     with on_device(hvlike):
         yield hvlike

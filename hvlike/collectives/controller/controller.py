@@ -57,6 +57,7 @@ from hvlike.observe.log import main_stack
 from hvlike.system.system import system
 from hvlike.transport.fabric import Fabric
 from hvlike.transport.host import mpi_library
+from hvlike.transport.loop.coroutine import in_loop
 from hvlike.transport.world import Group
 
 PATIENCE_SECONDS = 0.5  # How long a rank waits before it reports the wait. Deadlocks are found among reported waits.
@@ -215,6 +216,7 @@ class Controller:
         self.listen(PASS, lambda rank, index: agreement.hear(rank, PASS, index))
         self.listen(HURRY, lambda rank, index: agreement.hear(rank, HURRY, index))
 
+    @in_loop
     def hear(self, rank: int, what: str, value: Any) -> None:
         if what in (RESPONSES, FAILED):
             self._tree.pass_down(what, value)
@@ -224,6 +226,7 @@ class Controller:
         else:
             self._pass_on(what, *value)
 
+    @in_loop
     def _collect(self, rank: int, ready: ReadyList) -> None:
         """This rank asks for something, or those below it do."""
         if self._coordinator is not None:
@@ -231,6 +234,7 @@ class Controller:
         else:
             self._tree.ask(ready, at_once=self._trace.recorder.on)
 
+    @in_loop
     def _pass_on(self, what: str, position: int, value: Any) -> None:
         """A report of the member at `position`."""
         if self._coordinator is not None:
@@ -238,6 +242,7 @@ class Controller:
         else:
             self._tree.report(what, (position, value))
 
+    @in_loop
     def watch(self) -> None:
         """On the coordinator, look for stalls; on a leader, send on what it has; called about four times a second."""
         self._tree.flush()
@@ -247,12 +252,14 @@ class Controller:
             if error is not None:
                 self._tell_all(END, error)
 
+    @in_loop
     def lose(self, errors: Errors) -> None:
         if self.agreement is not None:
             self.agreement.stop()
         if self._coordinator is not None:
             self._coordinator.lose(errors)
 
+    @in_loop
     def lose_parent(self, errors: Errors) -> None:
         """If the ranks that have left include the coordinator, or that through which this one speaks: fail what it has
         not answered, and what comes.
@@ -267,6 +274,7 @@ class Controller:
             text = f"{kind} {name!r} cannot be completed: rank {gone} will not take part. {error}"
             request.operation.end(type(error)(text))
 
+    @in_loop
     def close(self, error: HorovodInternalError) -> None:
         if self.agreement is not None:
             self.agreement.stop()
@@ -284,6 +292,7 @@ class Controller:
             "waiting": len(coordinator.waits.waits) if coordinator else 0,
         }
 
+    @in_loop
     def _flush(self) -> None:
         outbox, numbers = self.tensor_queue.outbox, self._cache.numbers
         entries: list[Entry] = []
@@ -294,13 +303,16 @@ class Controller:
         if entries:
             self._collect(self._tree.me, [((self._tree.position,), entries)])
 
+    @in_loop
     def _report(self, what: str, value: Any) -> None:
         self._pass_on(what, self._tree.position, value)
 
+    @in_loop
     def _tell_all(self, what: str, value: Any) -> None:
         self._tree.send_to_all(what, value)
         self.hear(self._tree.me, what, value)
 
+    @in_loop
     def _obey(self, rank: int, announcement: ResponseList) -> None:
         """Run what the coordinator has announced."""
         announced, counts = announcement

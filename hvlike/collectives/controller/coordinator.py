@@ -19,7 +19,7 @@ from hvlike.collectives.requests.message_table import Entry, MessageTable, Ready
 from hvlike.collectives.requests.request import RequestKey, RequestSpec
 from hvlike.errors import DeadlockError, HorovodInternalError
 from hvlike.system.system import system
-from hvlike.transport.loop.coroutine import Coroutine, Wait, pause
+from hvlike.transport.loop.coroutine import Coroutine, Wait, in_loop, pause
 from hvlike.transport.loop.loop import Loop
 
 NEVER_NUMBERED = ("plan", "queue", "join", "process_set")  # Kinds whose specs hardly come twice
@@ -91,6 +91,7 @@ class Coordinator:
         self._gone: dict[int, HorovodInternalError] = {}
         self.failure: HorovodInternalError | None = None  # Why nothing runs until all ranks have left a Join context
 
+    @in_loop
     def collect(self, ready: ReadyList) -> None:
         """Members ask for these, each in this order."""
         table, now = self.table, system.monotonic()
@@ -169,6 +170,7 @@ class Coordinator:
         end = replace(response.extra, failed=response.extra.failed or failure is not None, error=failure)
         return replace(response, extra=end)
 
+    @in_loop
     def hear(self, what: str, position: int, value: Any) -> None:
         """A report of the member at `position`."""
         if what == WAITING:
@@ -183,6 +185,7 @@ class Coordinator:
             self._tell(FAILED, value)
             self._fail_all(value[1].error)
 
+    @in_loop
     def lose(self, errors: Errors) -> None:
         """Some members have left: nothing that needs them can run any more."""
         self._gone.update({rank: error for rank, error in errors.items() if rank in self._ranks})

@@ -10,8 +10,6 @@
              what only some of its node have asked for (NodeTable)
     down     what the coordinator has announced
     direct   questions about ranks that hang, and the answers: the one between may hang itself
-
-Everything here runs in the loop.
 """
 
 from __future__ import annotations
@@ -21,6 +19,7 @@ from typing import Any
 
 from hvlike.collectives.requests.message_table import NodeTable, ReadyList, tree_of
 from hvlike.transport.fabric import Fabric
+from hvlike.transport.loop.coroutine import in_loop
 from hvlike.transport.messages.traffic import Topic
 from hvlike.transport.world import Group
 
@@ -45,19 +44,23 @@ class MemberTree:
         if group.rank != 0 and children:
             self.table = NodeTable(group.local_size, kind_of)
 
+    @in_loop
     def send(self, rank: int, what: str, value: Any) -> None:
         """Have `Controller.hear` called on one member."""
         self._channel.send(rank, Topic.CONTROLLER, (self._number, what, value), kind=what)
 
+    @in_loop
     def send_to_all(self, what: str, value: Any) -> None:
         """Tell all other members, directly; on the coordinator."""
         for rank in self.ranks[1:]:
             self.send(rank, what, value)
 
+    @in_loop
     def pass_down(self, what: str, value: Any) -> None:
         for rank in self._children:
             self.send(rank, what, value)
 
+    @in_loop
     def ask(self, ready: ReadyList, *, at_once: bool) -> None:
         """Tell the coordinator what this rank, or those that it speaks for, ask for; at_once: wait for nobody."""
         if self.table is None:
@@ -65,17 +68,20 @@ class MemberTree:
         else:
             self._tell(self.table.collect(ready, at_once=at_once))
 
+    @in_loop
     def report(self, what: str, report: tuple[int, Any]) -> None:
         """Tell the coordinator something of the member at a position; it overtakes no request."""
         self.flush()
         if not self._closed:
             self.send(self.parent, what, report)
 
+    @in_loop
     def flush(self) -> None:
         """Tell the coordinator what only some members of this node have asked for so far."""
         if self.table is not None:
             self._tell(self.table.take())
 
+    @in_loop
     def close(self) -> None:
         """Nothing can run any more: the members below hear that from others."""
         self._closed = True

@@ -16,6 +16,7 @@ from hvlike.collectives.requests.join_protocol import JoinFailure
 from hvlike.collectives.requests.request import CallSite, RequestKey
 from hvlike.errors import HorovodInternalError
 from hvlike.system.system import system
+from hvlike.transport.loop.coroutine import in_loop
 
 Stop = Callable[[HorovodInternalError], None]
 
@@ -31,8 +32,6 @@ class _OrderedWait:
 
 
 class Positions:
-    """Any thread, but for `fail`, `stop` and `close`, which are for the loop."""
-
     def __init__(self, perform: Callable[[Callable[[], None]], None]) -> None:
         """perform: has something done in the loop."""
         self.entered: dict[str, int] = {}
@@ -54,6 +53,7 @@ class Positions:
             self._perform(lambda: stop(failure.error))
         return lambda: self._waits.remove(waiting)
 
+    @in_loop
     def fail(self, failure: JoinFailure | None) -> None:
         """Set `failure`: what this rank waits for in vain ends, now and later."""
         self.failure = failure
@@ -61,12 +61,14 @@ class Positions:
             if failure is not None and failure.misses(each.name, each.number):
                 each.stop(failure.error)
 
+    @in_loop
     def stop(self, key: RequestKey, error: HorovodInternalError) -> None:
         """No rank can go on, and this one waits in an operation of the order `key`, perhaps."""
         for each in list(self._waits):
             if key == (STEP, each.name):
                 each.stop(error)
 
+    @in_loop
     def close(self, error: HorovodInternalError) -> None:
         for each in list(self._waits):
             each.stop(error)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from enum import Enum
 
 from hvlike.errors import HorovodInternalError
+from hvlike.transport.loop.coroutine import in_loop
 from hvlike.transport.loop.loop import Loop
 
 Errors = Mapping[int, HorovodInternalError]  # By rank: what operations that need it raise
@@ -47,8 +48,9 @@ class Departures:
         """End what listen() began."""
         self._loop.perform(lambda: self._listeners.remove(hear))
 
+    @in_loop
     def tell(self, errors: Errors, *, in_order: bool = False) -> None:
-        """Some ranks have left in order, or are lost; in the loop."""
+        """Some ranks have left in order, or are lost."""
         self.errors.update(errors)
         if in_order:
             self.in_order.update(errors)
@@ -57,6 +59,7 @@ class Departures:
         for hear in list(self._listeners):
             hear(errors)
 
+    @in_loop
     def _listen(self, hear: Callable[[Errors], None]) -> None:
         self._listeners.append(hear)
         if self.errors:

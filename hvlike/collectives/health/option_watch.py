@@ -17,6 +17,7 @@ from weakref import WeakMethod
 from hvlike.collectives.requests.plan import Options, find_difference
 from hvlike.observe.looking import only_looks
 from hvlike.system.system import system
+from hvlike.transport.loop.coroutine import in_loop
 from hvlike.transport.world import Group
 
 logger = logging.getLogger("hvlike")
@@ -76,8 +77,9 @@ class OptionWatch:
         if self._plan >= 0 and self._read() is not None:
             self.look(self._plan, _AT_END)
 
+    @in_loop
     def hear(self, rank: int, plan: int, step: int, options: Any) -> None:
-        """The options of the rank before this one; on the first rank also what another one has found. In the loop."""
+        """The options of the rank before this one; on the first rank also what another one has found."""
         if step < 0:
             self._tell(*options)
             return

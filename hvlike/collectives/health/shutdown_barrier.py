@@ -22,7 +22,7 @@ from hvlike.collectives.requests.message_table import name_ranks, tree_of
 from hvlike.errors import HorovodInternalError, PeerLeftError, ShutdownError, StalledError
 from hvlike.system.system import system
 from hvlike.transport.fabric import Fabric
-from hvlike.transport.loop.coroutine import Coroutine, Wait, complete, pause
+from hvlike.transport.loop.coroutine import Coroutine, Wait, complete, in_loop, pause
 from hvlike.transport.messages.traffic import Topic
 
 logger = logging.getLogger("hvlike")
@@ -111,6 +111,7 @@ class ShutdownBarrier:
     def _barrier(self) -> Coroutine[None]:
         yield from complete([self._world.comm.Ibarrier()])
 
+    @in_loop
     def lose(self) -> None:
         """A rank is lost: the others do not wait for all any more."""
         self._all_left = self._lost = True
@@ -150,6 +151,7 @@ class ShutdownBarrier:
         else:
             self._fabric.channel.send(rank, Topic.SHUTDOWN, (what, value), kind="shutdown")
 
+    @in_loop
     def _hear(self, rank: int, what: str, value: Any) -> None:
         self._handlers[what](rank, value)
 

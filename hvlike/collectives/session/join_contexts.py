@@ -8,6 +8,7 @@ from hvlike.collectives.requests.join_protocol import JoinFailure, LeaveEnd
 from hvlike.collectives.session.joined_proxy import JoinedProxies
 from hvlike.errors import JoinError, UsageError
 from hvlike.transport.fabric import PlanEpoch
+from hvlike.transport.loop.coroutine import in_loop
 
 
 class JoinContexts:
@@ -43,20 +44,23 @@ class JoinContexts:
         self._entered += 1
         return self._entered
 
+    @in_loop
     def begin(self, number: int) -> None:
-        """The context of this number has begun; in the loop."""
+        """The context of this number has begun."""
         self._number = number
         early = self._early.pop(number, None)
         if early is not None:
             self._fail(early)
 
+    @in_loop
     def end(self, end: LeaveEnd | None) -> None:
-        """All ranks have left the context (None: that can no longer be); in the loop."""
+        """All ranks have left the context (None: that can no longer be)."""
         self.inside = False
         self._positions.fail(None)
         if end is None or end.failed:
             self._proxies.reset(() if end is None else end.spare_queues)
 
+    @in_loop
     def _hear(self, number: int, failure: JoinFailure) -> None:
         """A member has left the context of this number by an exception."""
         if number > self._number:

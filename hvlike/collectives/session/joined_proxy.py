@@ -32,7 +32,7 @@ from hvlike.collectives.requests.join_protocol import PLANNED_KINDS, neutral_ten
 from hvlike.collectives.requests.message_table import Response
 from hvlike.collectives.requests.request import CallSite, Request, RequestSpec
 from hvlike.errors import ShutdownError, UsageError
-from hvlike.transport.loop.coroutine import Coroutine
+from hvlike.transport.loop.coroutine import Coroutine, in_loop
 
 if TYPE_CHECKING:
     from hvlike.collectives.session.process_set_state import ProcessSetState
@@ -180,8 +180,9 @@ class PersistentOperation(ABC):
         if self._options is not None and self.serial is not None:
             self._look_at = self._options.look(self.serial, self._step)
 
+    @in_loop
     def fail(self, error: BaseException) -> None:
-        """End a step that can never be completed; in the loop."""
+        """End a step that can never be completed."""
         if self.queue is not None:
             self.queue.fail(error)
 
@@ -314,8 +315,9 @@ class JoinedProxies:
         """True when all proxies of these plans have seen the step without an active rank."""
         return all(each.finished for each in list(self._by_name.values()) if each.serial in plans)
 
+    @in_loop
     def end(self, plans: frozenset[int], spare_queues: frozenset[int]) -> list[DeviceBackend]:
-        """All have joined: go on alike. Plans are forgotten, their queues spare, on every rank. In the loop.
+        """All have joined: go on alike. Plans are forgotten, their queues spare, on every rank.
 
         Returns those for which the stream of the thread that has joined has to wait: proxies have used its tensors.
         """
@@ -348,8 +350,9 @@ class JoinedProxies:
         for each in self.planned:
             each.forget()
 
+    @in_loop
     def reset(self, spare_queues: Iterable[int]) -> None:
-        """Steps may be half done anywhere: forget all plans, on every rank; in the loop."""
+        """Steps may be half done anywhere: forget all plans, on every rank."""
         for each in self.planned:
             each.fail(ShutdownError("a Join context was left in the middle of this planned operation"))
         self.give_up()

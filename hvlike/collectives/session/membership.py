@@ -1,4 +1,4 @@
-"""Which ranks of the job are still there, and what that does to this one. All of it runs in the loop.
+"""Which ranks of the job are still there, and what that does to this one.
 
     COMPLETE ----> REDUCED    ranks have left in order, or are lost: what needs them fails, the rest goes on
         |             |
@@ -24,6 +24,7 @@ from hvlike.transport.fabric import Fabric
 from hvlike.transport.failure.guard import Guard
 from hvlike.transport.failure.heartbeat import Heartbeat, heartbeat_limit
 from hvlike.transport.failure.watchdog import Liveness
+from hvlike.transport.loop.coroutine import in_loop
 
 
 class Membership:
@@ -56,6 +57,7 @@ class Membership:
         if self._heartbeat is not None:
             self._heartbeat.conclude()
 
+    @in_loop
     def _watch(self) -> None:
         self._registry.watch()
         lost = sorted({*self._liveness.lost(), *self._world.lost()} - set(self.lost))
@@ -69,6 +71,7 @@ class Membership:
         where = f"it was process {process} on {self._world.host}" if process else "it was on another host"
         return f"The process of rank {rank} has vanished without a word; {where}."
 
+    @in_loop
     def _lose(self, errors: Errors) -> None:
         """The processes of some ranks are lost."""
         for rank in errors:
@@ -80,6 +83,7 @@ class Membership:
             self._fabric.loop.start(self.barrier.fail(next(iter(errors.values()))), wake=False)
         self._reduce(errors)
 
+    @in_loop
     def _reduce(self, errors: Errors, *, in_order: bool = False) -> None:
         """Some ranks have left, or are lost."""
         self._departures.tell(errors, in_order=in_order)
@@ -88,6 +92,7 @@ class Membership:
         else:
             self._registry.lose(errors)
 
+    @in_loop
     def _give_up(self, error: HorovodInternalError) -> None:
         """Get every thread out of its wait, so that the program can start again."""
         self.given_up = True

@@ -31,7 +31,7 @@ from hvlike.config import Config
 from hvlike.errors import HorovodInternalError, ShutdownError, UsageError, WrongTypeError
 from hvlike.system.system import system
 from hvlike.transport.fabric import Fabric
-from hvlike.transport.loop.coroutine import Coroutine, pause
+from hvlike.transport.loop.coroutine import Coroutine, in_loop, pause
 from hvlike.transport.messages.traffic import Topic
 from hvlike.transport.world import Group, World
 
@@ -104,8 +104,9 @@ class ProcessSetState:
     def _serve(self, inline: InlineCalls[Any]) -> None:
         self.inline = inline_allreduces.by_set[self.group.number] = inline
 
+    @in_loop
     def lose(self, errors: Errors) -> None:
-        """Some ranks have left, or are lost: what needs them fails. In the loop."""
+        """Some ranks have left, or are lost: what needs them fails."""
         gone = [errors[rank] for rank in errors if rank in self.group.ranks]
         if gone:
             for queue in self.queues.all():
@@ -120,8 +121,9 @@ class ProcessSetState:
             queue.fail(queue.peer_left or next(iter(errors.values())))
         self.controller.lose_parent(errors)
 
+    @in_loop
     def fail(self, error: HorovodInternalError) -> None:
-        """End everything in flight in this set with `error`; in the loop."""
+        """End everything in flight in this set with `error`."""
         inline_allreduces.by_set.pop(self.group.number, None)
         self.controller.close(error)
         for queue in self.queues.all():
@@ -226,13 +228,15 @@ class Registry:
         del self.sets[number]
         process_set.removed()
 
+    @in_loop
     def lose(self, errors: Errors) -> None:
-        """Some ranks have left, or are lost: what needs them fails. In the loop."""
+        """Some ranks have left, or are lost: what needs them fails."""
         for set_state in self.set_states.values():
             set_state.lose(errors)
 
+    @in_loop
     def fail(self, error: HorovodInternalError) -> None:
-        """End everything in flight with `error`; in the loop."""
+        """End everything in flight with `error`."""
         for set_state in self.set_states.values():
             set_state.fail(error)
 
@@ -246,8 +250,9 @@ class Registry:
         for process_set in self.sets.values():
             process_set.removed()
 
+    @in_loop
     def watch(self) -> None:
-        """Look for stalls, and for devices that have failed; a few times a second, in the loop."""
+        """Look for stalls, and for devices that have failed; a few times a second."""
         for set_state in self.set_states.values():
             set_state.controller.watch()
         now = system.monotonic()
@@ -260,6 +265,7 @@ class Registry:
                     if rank != self._fabric.world.rank:
                         self._fabric.channel.send(rank, Topic.DEVICE, (number, queue.number, error), kind="device")
 
+    @in_loop
     def _hear_device(self, rank: int, number: int, queue: int, error: HorovodInternalError) -> None:
         set_state = self.set_states.get(number)
         queues = () if set_state is None else set_state.queues.all()
@@ -274,8 +280,9 @@ class ControllerRouter:
         self._ended: set[int] = set()
         fabric.channel.listen(Topic.CONTROLLER, self._deliver)
 
+    @in_loop
     def connect(self, number: int, controller: Controller) -> None:
-        """Deliver to `controller` from now on, what came early first. In the loop."""
+        """Deliver to `controller` from now on, what came early first."""
         self.controllers[number] = controller
         for rank, what, value in self._early.pop(number, []):
             controller.hear(rank, what, value)
@@ -285,6 +292,7 @@ class ControllerRouter:
         self.controllers.pop(number, None)
         self._ended.add(number)
 
+    @in_loop
     def _deliver(self, rank: int, message: tuple[int, str, Any], tensors: list[Any]) -> None:
         number, what, value = message
         controller = self.controllers.get(number)

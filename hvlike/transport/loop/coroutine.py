@@ -18,6 +18,7 @@ from hvlike.errors import StateError
 from hvlike.system.system import system
 
 T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Wait(enum.IntEnum):
@@ -42,6 +43,16 @@ def pause(seconds: float, wait: Wait = Wait.NOTIFY) -> Coroutine[None]:
     until = system.monotonic() + seconds
     while system.monotonic() < until:
         yield wait
+
+
+def in_loop(function: F) -> F:
+    """Mark a method that only the driver of the loop calls, or anybody once that has ended. Free; tests check it."""
+    IN_LOOP.append(function)
+    return function
+
+
+IN_LOOP: list[Callable[..., Any]] = []
+"""All that is marked."""
 
 
 def second_driver(what: str) -> StateError:

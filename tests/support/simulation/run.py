@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 from support.fuzz.planted import planted
+from support.in_loop import check_in_loop
 from support.simulation.machine.job import JobEnd, Program, simulate
 from support.simulation.machine.simulated_mpi import SimulatedMpi
 from support.simulation.machine.store_buffers import Order
@@ -182,6 +183,7 @@ def main(arguments: Sequence[str]) -> int:
         # Else the order of sets, and with it the job, is another one every time.
         os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**os.environ, "PYTHONHASHSEED": "0"})
     torch.set_num_threads(1)
+    check_in_loop()
     warnings.simplefilter("ignore")
     logging.getLogger("hvlike").addFilter(lambda record: given.trace)
     if given.scale:
