@@ -33,6 +33,12 @@ class _Claim:
     used_in: threading.Thread | None = None
     refused: UsageError | None = None
 
+    def refuse(self, error: UsageError) -> None:
+        self.refused = error
+        owner = self.owner()
+        if owner is not None:
+            owner.refuse(error)
+
 
 class OwnerNames(AutomaticNames):
     def __init__(self) -> None:
@@ -68,10 +74,7 @@ class OwnerNames(AutomaticNames):
                 f"{kind}: objects of this kind are used in several threads ({', '.join(threads)}). {advice}"
             )
         for claim in elsewhere:
-            claim.refused = mine.refused
-            known = claim.owner()
-            if known is not None:
-                known.refuse(mine.refused)
+            claim.refuse(mine.refused)
         raise mine.refused
 
     def _living(self, kind: str) -> list[_Claim]:

@@ -129,7 +129,7 @@ class Recovery:
             held=self._state.held_commits() if self._holds else None,
             met=None if isinstance(reason, RestartError) else text,
         )
-        standings = [_Standing(*each) for each in allgather_object(tuple(own), name="elastic.agree")]
+        standings: list[_Standing] = allgather_object(own, name="elastic.agree")
         self._cause = next((each.met for each in standings if each.met), text)
         return standings
 
