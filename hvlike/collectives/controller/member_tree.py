@@ -25,7 +25,7 @@ from hvlike.transport.world import Group
 
 READY, WAITING, RESUMED, FAILURE = "ready", "waiting", "resumed", "failure"  # Up
 RESPONSES, FAILED = "responses", "failed"  # Down
-INSPECT, ANSWER, END, OPTIONS = "inspect", "answer", "end", "options"  # Direct, but ANSWER, which goes up
+INSPECT, ANSWER, END, OPTIONS = "inspect", "answer", "end", "options"  # Direct
 
 
 class MemberTree:
