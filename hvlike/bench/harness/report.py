@@ -87,23 +87,9 @@ class Bars:
         return {name: [_summary(each).median for each in values] for name, values in self.series.items()}
 
     def draw(self, axes: Any, colours: Mapping[str, str]) -> None:
-        has_spread = False
-        width = _FILLED / max(1, len(self.series))
-        for index, (name, values) in enumerate(self.series.items()):
-            offset = (index - (len(self.series) - 1) / 2) * width
-            found = list(map(_summary, values))
-            # A median of ratios need not lie between the quartiles of the ratios.
-            below = [max(0.0, each.median - each.first_quartile) for each in found]
-            above = [max(0.0, each.third_quartile - each.median) for each in found]
-            places = [place + offset for place in range(len(self.groups))]
-            spread: dict[str, Any] = {}
-            if any(value > 0 for value in below + above):
-                has_spread, spread = True, {"yerr": [below, above], **_QUARTILES}
-            heights = [each.median for each in found]
-            bars = axes.bar(places, heights, width, label=name, color=colours[name], **spread)
-            axes.bar_label(bars, fmt="{:.3g}", fontsize="x-small", padding=1)
+        spreads = [self._draw_series(axes, name, colours[name]) for name in self.series]
         axes.set_xticks(range(len(self.groups)), self.groups)
-        axes.set_ylabel(f"{self.unit} (thin line: {self.spread})" if has_spread else self.unit)
+        axes.set_ylabel(f"{self.unit} (thin line: {self.spread})" if any(spreads) else self.unit)
         if self.logarithmic:
             axes.set_yscale("log")
             axes.yaxis.set_major_formatter("{x:g}")
@@ -114,6 +100,22 @@ class Bars:
             axes.set_ylim(top=_HIGHEST_SPREAD * max(highest))
         if self.line is not None:
             axes.axhline(self.line, color="black", linewidth=0.8)
+
+    def _draw_series(self, axes: Any, name: str, colour: str) -> bool:
+        """Draw the bars of one contestant; return whether a line on one of them shows a spread."""
+        width = _FILLED / len(self.series)
+        offset = (list(self.series).index(name) - (len(self.series) - 1) / 2) * width
+        found = list(map(_summary, self.series[name]))
+        # A median of ratios need not lie between the quartiles of the ratios.
+        below = [max(0.0, summary.median - summary.first_quartile) for summary in found]
+        above = [max(0.0, summary.third_quartile - summary.median) for summary in found]
+        has_spread = any(value > 0 for value in below + above)
+        spread: dict[str, Any] = {"yerr": [below, above], **_QUARTILES} if has_spread else {}
+        places = [place + offset for place in range(len(self.groups))]
+        heights = [summary.median for summary in found]
+        bars = axes.bar(places, heights, width, label=name, color=colour, **spread)
+        axes.bar_label(bars, fmt="{:.3g}", fontsize="x-small", padding=1)
+        return has_spread
 
 
 def _summary(value: float | Summary) -> Summary:

@@ -35,7 +35,7 @@ from hvlike.collectives.requests.request import (
     needs_gradient,
     spec_of,
 )
-from hvlike.collectives.session.context import Call, begin
+from hvlike.collectives.session.context import BegunCall, begin
 from hvlike.errors import UsageError
 
 
@@ -336,7 +336,7 @@ def _begin(
     op: int | None,
     prescale_factor: float,
     postscale_factor: float,
-) -> tuple[Call, ScaledOp]:
+) -> tuple[BegunCall, ScaledOp]:
     """Number the call before anything can be wrong with it, then look at what it asks for. Raises: UsageError."""
     call = begin(what, name, process_set)
     if average is not None:
@@ -351,7 +351,7 @@ def _begin(
 
 
 def _start(
-    call: Call, reduction: ScaledOp, tensors: Sequence[torch.Tensor], *, wake: bool = True, counted: bool = False
+    call: BegunCall, reduction: ScaledOp, tensors: Sequence[torch.Tensor], *, wake: bool = True, counted: bool = False
 ) -> Operation:
     """Start reducing `tensors` in place. The handle returns the tensor of a single call, the list of a grouped one."""
     what, set_state, name, _, _ = call
@@ -364,7 +364,7 @@ def _start(
     return set_state.controller.submit(spec, name, tensors, finish, wake=wake, counted=counted)
 
 
-def _reduce_out_of_place(call: Call, reduction: ScaledOp, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+def _reduce_out_of_place(call: BegunCall, reduction: ScaledOp, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     def forward(inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         result = synchronize(_start(call, reduction, [copy_of(each) for each in inputs], wake=False))
         return [result] if call.what == "allreduce" else result

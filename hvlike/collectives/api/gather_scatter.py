@@ -25,7 +25,7 @@ from hvlike.collectives.compression import Compression, CompressorLike, check_co
 from hvlike.collectives.requests.process_set import ProcessSet
 from hvlike.collectives.requests.reduction import Adasum, Average, ScaledOp, Sum, reduction_of
 from hvlike.collectives.requests.request import Request, check_before_compression, listed, needs_gradient, spec_of
-from hvlike.collectives.session.context import Call, begin
+from hvlike.collectives.session.context import BegunCall, begin
 from hvlike.errors import UnsupportedOpError, UsageError
 
 Rows = tuple[int, ...]  # How many rows belong to each rank
@@ -261,7 +261,7 @@ def grouped_reducescatter_async(
 
 
 def start_gather(
-    call: Call, tensors: Sequence[torch.Tensor], *, detail: Any = None, with_rows: bool = False, wake: bool = True
+    call: BegunCall, tensors: Sequence[torch.Tensor], *, detail: Any = None, with_rows: bool = False, wake: bool = True
 ) -> Operation:
     """Start concatenating rows; with_rows: the handle returns pairs of a tensor and the rows of each rank in it."""
     spec = spec_of("allgather", call.what, call.name, tensors, detail=detail)
@@ -287,7 +287,7 @@ def _with_rows(request: Request) -> list[tuple[torch.Tensor, Rows]]:
 
 
 def start_reduce(
-    call: Call,
+    call: BegunCall,
     tensors: Sequence[torch.Tensor],
     reduction: ScaledOp,
     *,
@@ -322,7 +322,7 @@ def _all_reduced(request: Request) -> list[torch.Tensor]:
     return [output.to(tensor.device) for tensor, output in zip(request.tensors, request.outputs, strict=True)]
 
 
-def gather_rows(call: Call, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def gather_rows(call: BegunCall, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Concatenate the rows of all ranks; recorded by autograd where a gradient may be asked for."""
     gathered: list[tuple[Rows, torch.Size]] = []
 
@@ -343,7 +343,7 @@ def gather_rows(call: Call, tensors: Sequence[torch.Tensor]) -> list[torch.Tenso
 
 
 def reduce_rows(
-    call: Call, tensors: Sequence[torch.Tensor], reduction: ScaledOp, rows: Sequence[Rows] | None = None
+    call: BegunCall, tensors: Sequence[torch.Tensor], reduction: ScaledOp, rows: Sequence[Rows] | None = None
 ) -> list[torch.Tensor]:
     """Reduce and keep the rows of this rank; recorded by autograd where a gradient may be asked for."""
 
@@ -368,5 +368,5 @@ def reduce_rows(
     return differentiable(run, gradient, tensors) if needs_gradient(tensors) else run(tensors)
 
 
-def _like(call: Call, kind: str) -> str:
+def _like(call: BegunCall, kind: str) -> str:
     return f"grouped_{kind}" if call.what.startswith("grouped_") else kind

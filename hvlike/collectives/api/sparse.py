@@ -11,7 +11,7 @@ from hvlike.collectives.api.gather_scatter import start_gather
 from hvlike.collectives.persistent.bucket import ReductionSettings
 from hvlike.collectives.requests.process_set import ProcessSet
 from hvlike.collectives.requests.reduction import Average, Sum
-from hvlike.collectives.session.context import Call, begin
+from hvlike.collectives.session.context import BegunCall, begin
 from hvlike.errors import UnsupportedOpError, UsageError
 from hvlike.transport.memory.own_memory import check_stand_in
 from hvlike.untraced import untraced
@@ -86,7 +86,7 @@ def _checked(what: str, op: ReduceOp) -> ReduceOp:
 
 @untraced
 def _start(
-    call: Call, tensor: torch.Tensor, scale: Callable[[torch.Tensor], torch.Tensor]
+    call: BegunCall, tensor: torch.Tensor, scale: Callable[[torch.Tensor], torch.Tensor]
 ) -> Callable[[], torch.Tensor]:
     """Gather both parts of a sparse tensor: one row for each entry, so only the first dimension may differ."""
     shape = tensor.shape

@@ -236,12 +236,12 @@ class Context:
             seen.append(ranks)
 
 
-class _Process:
+class _CurrentContext:
     def __init__(self) -> None:
         self.context: Context | None = None
 
 
-_process = of_process(_Process)
+_process = of_process(_CurrentContext)
 
 
 def current() -> Context:
@@ -253,7 +253,7 @@ def current() -> Context:
     return context
 
 
-class Call(NamedTuple):
+class BegunCall(NamedTuple):
     """A call that has its number: what it is, what it runs in, and under which name."""
 
     what: str
@@ -262,12 +262,12 @@ class Call(NamedTuple):
     process_set: ProcessSet | None
     given_name: str | None
 
-    def another(self, what: str, suffix: str) -> Call:
+    def another(self, what: str, suffix: str) -> BegunCall:
         """One more call that it takes, for its gradient say."""
         return begin(what, None if self.given_name is None else f"{self.given_name}.{suffix}", self.process_set)
 
 
-def begin(what: str, name: str | None, process_set: ProcessSet | None) -> Call:
+def begin(what: str, name: str | None, process_set: ProcessSet | None) -> BegunCall:
     """Number a call, even a wrong one: else this rank would meet the others' next operation in place of this one."""
     context = _process.context
     if context is None or process_set is not None or mpi_library.ForkMark.forked:
@@ -281,7 +281,7 @@ def begin(what: str, name: str | None, process_set: ProcessSet | None) -> Call:
         full_name = str(name)
     else:
         raise WrongTypeError(f"{what}: name has to be a string, got {name!r}.")
-    return Call(what, set_state, full_name, process_set, name)
+    return BegunCall(what, set_state, full_name, process_set, name)
 
 
 def start_context(comm: Any, process_sets: Sequence[ProcessSet], gradients: str | None = None) -> None:

@@ -363,7 +363,7 @@ def _process_numbers() -> str:
         return ""
 
 
-class _Process(ctypes.Structure):
+class _PmixProcess(ctypes.Structure):
     _fields_ = (("namespace", ctypes.c_char * 256), ("rank", ctypes.c_uint32))
 
 
@@ -377,7 +377,7 @@ def report_lost(ranks: Iterable[int]) -> bool:
         return False
     told = True
     for rank in ranks:
-        process, info = _Process(namespace, rank), ctypes.create_string_buffer(_INFO_BYTES)
+        process, info = _PmixProcess(namespace, rank), ctypes.create_string_buffer(_INFO_BYTES)
         arguments = (_ABORTED, ctypes.byref(process), _LOCAL_RANGE, info, ctypes.c_size_t(1), None, None)
         told &= not library.PMIx_Info_load(info, _AFFECTED, ctypes.byref(process), ctypes.c_uint16(_PROC))
         told &= not library.PMIx_Notify_event(*arguments)
