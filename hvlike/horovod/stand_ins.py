@@ -146,12 +146,12 @@ class DistributedOptimizer(distributed_optimizer.DistributedOptimizer):
     @property
     def _requires_update(self) -> set[Tensor]:
         """Parameters whose gradients are reduced. A copy."""
-        return set(self._gradients.names())
+        return set(self._gradients.parameters.names())
 
     @property
     def _parameter_names(self) -> dict[Tensor, str]:
         """A copy."""
-        return self._gradients.names()
+        return self._gradients.parameters.names()
 
     @property
     def _should_synchronize(self) -> bool:

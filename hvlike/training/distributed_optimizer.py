@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, cast
 from weakref import ref
@@ -145,7 +145,7 @@ class DistributedOptimizer(DelegatingOptimizer, BuiltInJoinable):
             process_set=registered_set(process_set, "DistributedOptimizer"),
         )
         self._wrap(optimizer, reduction, names, backward_passes_per_step)
-        reduction.announce(current(), self._gradients, names)
+        reduction.announce(current(), self._gradients.parameters, names)
 
     def _wrap(self, optimizer: Optimizer, reduction: Reduction, names: Mapping[Tensor, str], passes: int) -> None:
         BuiltInJoinable.__init__(self)
@@ -198,7 +198,7 @@ class DistributedOptimizer(DelegatingOptimizer, BuiltInJoinable):
         Raises:
             UsageError: With op=Adasum, where there is nothing to skip.
         """
-        if self._gradients.reduction.of_deltas:
+        if self._reduction.of_deltas:
             raise UsageError(
                 "optimizer.skip_synchronize() is not supported with op=hvd.Adasum: what the step has changed is "
                 "reduced after it, so there is no earlier synchronization to skip. Call optimizer.step() outside of "
@@ -217,18 +217,23 @@ class DistributedOptimizer(DelegatingOptimizer, BuiltInJoinable):
         """
         self._gradients.abandon()
 
-    def no_sync(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
         """Let backward passes only add up gradients on this rank; the next pass outside reduces the sums. Local.
 
         Passes inside do not count for backward_passes_per_step. Every rank uses it for the same steps.
 
-        Returns:
-            A context manager.
-
         Raises:
             UsageError: Between backward and step.
         """
-        return self._gradients.local()
+        gradients = self._gradients
+        if gradients.phase is Phase.REDUCING:
+            raise UsageError(usage_errors.NO_SYNC_WHILE_REDUCING)
+        before, gradients.keep_local = gradients.keep_local, True
+        try:
+            yield
+        finally:
+            gradients.keep_local = before
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Set how many backward passes make a step; counting starts again. Local.
@@ -249,11 +254,11 @@ class DistributedOptimizer(DelegatingOptimizer, BuiltInJoinable):
     @property
     def process_set(self) -> ProcessSet:
         """The ranks that gradients are reduced over."""
-        return self._gradients.reduction.process_set or global_process_set
+        return self._reduction.process_set or global_process_set
 
     @property
-    def gradients(self) -> Gradients:
-        """The state of the gradients: phase, reducer and tuner."""
+    def gradients(self) -> Gradients | AdasumDeltas:
+        """The state of the gradients: phase, parameters and reducers."""
         return self._gradients
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -286,21 +291,23 @@ class DistributedOptimizer(DelegatingOptimizer, BuiltInJoinable):
         """A GradScaler that reads the groups finds reduced gradients. Collective then; local for other readers."""
         scaler = None if self._gradients.phase is Phase.SYNCHRONIZED else reading_grad_scaler()
         if scaler is not None:
-            self._gradients.comparison.scaler = ref(scaler)
+            self._gradients.reducers.comparison.scaler = ref(scaler)
             self._notify_join()
             self._gradients.prepare_for_scaler()
             self._reduced_by_user = False
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         gradients = self._gradients
-        names = gradients.given_names
-        return _restore, (self._wrapped, gradients.reduction, names, gradients.backward_passes_per_step)
+        names = gradients.parameters.given_names
+        return _restore, (self._wrapped, self._reduction, names, gradients.backward_passes_per_step)
 
     def _join_begins(self, *, divides_by_active: bool) -> None:
-        self._gradients.join_begins(divides_by_active=divides_by_active)
+        self._gradients.refresh()
+        self._gradients.reducers.join_begins(divides_by_active=divides_by_active)
 
     def _join_fails(self) -> None:
-        self._gradients.join_fails()
+        self._gradients.reducers.divides_by_active = False
+        self._gradients.abandon()
 
     def _join_leaves(self) -> None:
         if self._gradients.phase is Phase.REDUCING:
@@ -310,14 +317,14 @@ class DistributedOptimizer(DelegatingOptimizer, BuiltInJoinable):
             )
 
     def _join_ends(self, context: Join) -> None:
-        self._gradients.join_ends(context)
+        self._gradients.reducers.join_ends(context)
         if not context._absent:
             return
-        root, process_set, groups = context.authority, self._gradients.reduction.process_set, self._wrapped.param_groups
+        root, process_set, groups = context.authority, self._reduction.process_set, self._wrapped.param_groups
         parameters = [parameter for group in groups for parameter in group["params"]]
         initialised = [each for each in parameters if not isinstance(each, UninitializedParameter)]
         broadcast_tensors("Join", named_tensors(initialised), root, process_set)
-        if not self._gradients.reduction.of_deltas:
+        if not self._reduction.of_deltas:
             broadcast_optimizer_state(self, root, process_set=process_set)
             return
         # The optimizers of the ranks keep their own states.
@@ -337,7 +344,7 @@ class DistributedOptimizer(DelegatingOptimizer, BuiltInJoinable):
 
     def _synchronize(self, call: str) -> None:
         gradients = self._gradients
-        if gradients.phase is not Phase.SYNCHRONIZED and not gradients.reduction.of_deltas:
+        if gradients.phase is not Phase.SYNCHRONIZED and not self._reduction.of_deltas:
             self._notify_join()
         gradients.synchronize(call)
         self._reduced_by_user = False
@@ -364,11 +371,11 @@ class DistributedOptimizer(DelegatingOptimizer, BuiltInJoinable):
             self._reduced_by_user = False
 
     def _evaluate(self, closure: Callable[[], Any]) -> Any:
-        loss, gradients = closure(), self._gradients
+        loss, reduction = closure(), self._reduction
         self._before_step()
-        if gradients.reduction.of_deltas or gradients.reduction.is_local(current()):
+        if reduction.of_deltas or reduction.is_local(current()):
             return loss
-        return reduce_loss(loss, gradients.reduction.op, gradients.reduction.process_set)
+        return reduce_loss(loss, reduction.op, reduction.process_set)
 
 
 def _restore(

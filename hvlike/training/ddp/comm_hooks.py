@@ -25,7 +25,7 @@ from hvlike.collectives.requests.reduction import Average, Max
 from hvlike.collectives.session.context import current
 from hvlike.errors import UsageError, WrongTypeError
 from hvlike.training.gradients.grad_state import gradient_dtype
-from hvlike.training.gradients.reduction import ranks_of_group
+from hvlike.training.gradients.reduction import Reduction, ranks_of_group
 from hvlike.transport.memory.dtypes import dtype_name
 from hvlike.transport.memory.own_memory import check_gradients
 
@@ -226,6 +226,13 @@ class PowerSGDState:
     def compression_stats(self) -> CompressionStats:
         """Return how much was saved so far on this rank, in bytes; torch counts elements. Local."""
         return self.compressor.compression_stats()
+
+
+def hooked_reducer(
+    hook: Hook, state: Any, name: str, parameters: Sequence[Tensor], reduction: Reduction
+) -> HookedReducer:
+    """Return the reducer of these parameters that calls `hook(state, bucket)`."""
+    return HookedReducer(name, parameters, hook, state, reduction.process_set, reduction.bucket_bytes)
 
 
 def _averages(process_set: ProcessSet | None, bucket: GradBucket, compression: CompressorLike) -> Future[Tensor]:

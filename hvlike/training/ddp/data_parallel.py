@@ -127,7 +127,7 @@ class DistributedDataParallel(nn.Module, BuiltInJoinable):
             broadcast_buffers is not False if forward_sync_buffers is None else forward_sync_buffers
         )
         self._gradients = self._new_gradients(reduction)
-        self._gradients.take_name()
+        self._gradients.reducers.take_name()
         self._buffer_sync = BufferSync(ranks, WeakMethod(self._named_buffers))
         self._has_buffers = bool(self._named_buffers())
         self._has_hook = False
@@ -142,7 +142,7 @@ class DistributedDataParallel(nn.Module, BuiltInJoinable):
     @property
     def process_set(self) -> ProcessSet:
         """The ranks that gradients are reduced over."""
-        return self._gradients.reduction.process_set or global_process_set
+        return self._gradients.reducers.reduction.process_set or global_process_set
 
     @property
     def process_group(self) -> ProcessSet:
@@ -175,8 +175,8 @@ class DistributedDataParallel(nn.Module, BuiltInJoinable):
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
         state["_join_config"], state["_join_context"] = JoinConfig.construct_disabled_join_config(), None
-        gradients = self._gradients
-        state["_gradients"] = gradients.reduction, gradients.hook, gradients.hook_state
+        hook, hook_state = self._gradients.comm_hook or (None, None)
+        state["_gradients"] = self._gradients.reducers.reduction, hook, hook_state
         del state["_buffer_sync"], state["_home"]
         return state
 
@@ -191,11 +191,11 @@ class DistributedDataParallel(nn.Module, BuiltInJoinable):
         """Have the first rank warn where these, or buffers that nobody makes equal, are not the same on all ranks."""
         left = {} if self.forward_sync_buffers else self._named_buffers()
         buffers = {f"buffer {name}": buffer for name, buffer in left.items()}
-        self._gradients.comparison.start_with({**parameters, **buffers})
+        self._gradients.reducers.comparison.start_with({**parameters, **buffers})
 
     def local_state_dict(self) -> dict[str, Any]:
         """Return what powerSGD_hook remembers on this rank, for elastic.TorchState; empty without it. Local."""
-        reduction = self._gradients.reduction
+        reduction = self._gradients.reducers.reduction
         if reduction.memory is None:
             return {}
         # state_dict() is that of the module.
@@ -208,13 +208,13 @@ class DistributedDataParallel(nn.Module, BuiltInJoinable):
             states: What local_state_dict() has returned on all ranks, by rank; with as many ranks as now on this one.
             ranks_before: How many ranks there were; 0: there was no commit, and this rank keeps what it has.
         """
-        memory = self._gradients.reduction.memory
+        memory = self._gradients.reducers.reduction.memory
         if not ranks_before or memory is None:
             return
         # An error may have interrupted a backward pass.
         self._gradients.abandon()
         memory.roll_back()
-        state = load_local_memory(self._gradients.reduction, states)
+        state = load_local_memory(self._gradients.reducers.reduction, states)
         if state is not None:
             memory.load_shared(state["shared"])
 
@@ -320,14 +320,15 @@ class DistributedDataParallel(nn.Module, BuiltInJoinable):
             self._buffer_sync.join_begins()
 
     def _join_fails(self) -> None:
-        self._gradients.join_fails()
+        self._gradients.reducers.divides_by_active = False
+        self._gradients.abandon()
 
     def _unplanned(self) -> Callable[[], object] | None:
         def main() -> None:
             if self._reduces_now(False):
                 self._gradients.reduce_zeros()
 
-        return self._gradients.hook and main
+        return None if self._gradients.comm_hook is None else main
 
     @property
     def join_device(self) -> torch.device:
@@ -336,7 +337,7 @@ class DistributedDataParallel(nn.Module, BuiltInJoinable):
     def _join_ends(self, context: Join) -> None:
         self._gradients.join_ends(context)
         buffers = self._named_buffers() if self.forward_sync_buffers else {}
-        module, ranks = {**self._parameters_to_train(), **buffers}, self._gradients.reduction.process_set
+        module, ranks = {**self._parameters_to_train(), **buffers}, self._gradients.reducers.reduction.process_set
         broadcast_tensors(OWNER, module, context.authority, ranks)
         # Ranks that have left early do not know what the last forward was.
         self.require_forward_param_sync = True
@@ -344,8 +345,8 @@ class DistributedDataParallel(nn.Module, BuiltInJoinable):
     def _reduces_now(self, wanted: bool) -> bool:
         """Return whether this iteration's backward pass reduces on any rank of a Join context. Collective; blocks."""
         flag = torch.tensor(int(wanted), device="cpu")
-        where = self._gradients.reduction.process_set
-        return bool(allreduce(flag, op=ReduceOp.MAX, name=f"{self._gradients.name}.reduces", process_set=where))
+        name, where = f"{self._gradients.reducers.name}.reduces", self._gradients.reducers.reduction.process_set
+        return bool(allreduce(flag, op=ReduceOp.MAX, name=name, process_set=where))
 
     @untraced
     def _before_forward(
@@ -367,7 +368,7 @@ class DistributedDataParallel(nn.Module, BuiltInJoinable):
         Join.notify_join_context(self)
         if self.require_forward_param_sync and self._syncs_buffers():
             self._buffer_sync.sync(from_highest=self._join_config.enable)
-        if self._join_config.enable and self._gradients.hook is not None:
+        if self._join_config.enable and self._gradients.comm_hook is not None:
             self._reduces_now(self.require_backward_grad_sync and self._gradients.trains)
 
     @untraced
@@ -378,7 +379,9 @@ class DistributedDataParallel(nn.Module, BuiltInJoinable):
         return output
 
     def _syncs_buffers(self) -> bool:
-        return self.forward_sync_buffers and self._has_buffers and not self._gradients.reduction.is_local(current())
+        if not (self.forward_sync_buffers and self._has_buffers):
+            return False
+        return not self._gradients.reducers.reduction.is_local(current())
 
     def _named_buffers(self) -> dict[str, Tensor]:
         named = self.module.named_buffers()

@@ -34,47 +34,68 @@ class _Actions(dict[int, Callable[[], None]]):
                 calls.callback(action)
 
 
-class EndOfBackward:
-    """Runs an action after the last node of a backward pass, in its thread; the pass returns then.
+class ModulePass:
+    """One backward pass that comes through a module: from the first node that arms it to its last one.
 
-    The action gets the node that was running when it was armed; the pass alone holds that.
+        armed      a hook of an output, or the first gradient, has seen it; torch's engine holds what runs at its end
+        reduces    a gradient has arrived or is sure to, so other ranks may wait for this one
+        ended      its last node has run: what is left is reduced; or nothing is, as for autograd.grad()
+        broken     it has failed: torch has dropped what would have run at its end
 
-    Arm it from inside of the pass. Of passes inside of a pass (reentrant checkpoints) the first one that arms counts:
-    arm in the first node for the outermost. A pass that fails disarms.
+    Of passes inside of a pass (reentrant checkpoints) the first one that arms counts: arm in the first node for the
+    outermost. A pass over several workers has no end here: its parts are `collected`.
     """
 
-    _numbers = itertools.count()
-    _turns = itertools.count(-1, -1)
+    __slots__ = ("_actions", "collected", "collects", "has_begun", "reduces", "twice")
 
-    def __init__(self, action: weakref.WeakMethod[Callable[[Any], None]]) -> None:
-        self.number = next(EndOfBackward._numbers)  # The order in which they were made is the same on all ranks
-        self._action = action
-        self._pass: weakref.ref[_Actions] | None = None
-
-    def take_turn(self) -> None:
-        """Act before all others from now on."""
-        self.number = next(EndOfBackward._turns)
+    def __init__(self, collected: Collected | None) -> None:
+        self.collected = collected  # What the parts of the pass have come through; None where it adds to `.grad`
+        self.reduces = collected is not None
+        self.has_begun = False  # The reduction: the reducer fits, and gradients are handed to it
+        self.collects = False  # The reducer knows that gradients arrive: they only have to be noted
+        self.twice: list[str] = []  # What has arrived too often
+        self._actions: weakref.ref[_Actions] | None = None
 
     @property
     def armed(self) -> bool:
-        return self._pass is not None and self._pass() is not None
+        """Whether torch's engine still runs it."""
+        return self._actions is not None and self._actions() is not None
 
-    def arm(self) -> None:
-        if not self.armed:
-            task = torch._C._current_graph_task_id()
-            actions = _passes.get(task)
-            if actions is None:
-                # The engine alone holds them: they are gone when the pass has failed.
-                actions = _passes[task] = _Actions()
-                _engine.queue_callback(actions)
-            actions[self.number] = partial(self._run, torch._C._current_autograd_node())
-            self._pass = weakref.ref(actions)
+    def sees(self, collected: Collected | None) -> bool:
+        """Whether this is the pass that the calling thread runs a part of; `collected`: that of the thread."""
+        return self.armed or (collected is not None and self.collected is collected)
 
-    def _run(self, node: Any) -> None:
-        self._pass = None
-        action = self._action()
-        if action is not None:
-            action(node)
+    def call_at_end(self, number: int, action: Callable[[Any], None]) -> None:
+        """Call `action` after the last node, in its thread, with the node that runs now; the pass returns then.
+
+        number: the place of the action among those of other modules.
+        """
+        task = torch._C._current_graph_task_id()
+        actions = _passes.get(task)
+        if actions is None:
+            # The engine alone holds them: they are gone when the pass has failed.
+            actions = _passes[task] = _Actions()
+            _engine.queue_callback(actions)
+        # The pass alone holds the node.
+        actions[number] = partial(action, torch._C._current_autograd_node())
+        self._actions = weakref.ref(actions)
+
+
+_numbers = itertools.count()
+_turns = itertools.count(-1, -1)
+
+
+def next_number() -> int:
+    """Return the place of a new module among those that act at the end of a pass.
+
+    The order in which they are made is the same on all ranks.
+    """
+    return next(_numbers)
+
+
+def next_turn() -> int:
+    """Return a place before all others: that of a module which takes back what it shares with them."""
+    return next(_turns)
 
 
 _passes: weakref.WeakValueDictionary[int, _Actions] = weakref.WeakValueDictionary()

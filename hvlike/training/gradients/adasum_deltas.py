@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -23,70 +24,111 @@ from hvlike.collectives.session.context import current
 from hvlike.errors import UsageError
 from hvlike.training.gradients import usage_errors
 from hvlike.training.gradients.aliases import first_sharers
-from hvlike.training.gradients.grad_state import GradState, reset
-from hvlike.training.gradients.gradients import Gradients
+from hvlike.training.gradients.grad_state import GradState, Phase, reset
+from hvlike.training.gradients.parameters import check_passes
+from hvlike.training.gradients.reduced_parameters import ReducedParameters
+from hvlike.training.gradients.reducers import Reducers
 from hvlike.training.gradients.reduction import Reducer, Reduction
 
 
-class AdasumDeltas(Gradients):
-    """Gradients stay this rank's own, and IDLE; the changes of a step are reduced instead."""
+class AdasumDeltas:
+    """Gradients stay this rank's own, and the changes of a step are reduced instead.
+
+    It stands in the place of Gradients. Nothing is under way between backward and step: it is always IDLE.
+    """
+
+    phase: Final = Phase.IDLE
 
     def __init__(
         self, optimizer: Optimizer, reduction: Reduction, names: Mapping[Tensor, str], backward_passes_per_step: int
     ) -> None:
+        self.backward_passes_per_step = check_passes(backward_passes_per_step)
+        self.parameters = ReducedParameters(self, optimizer, reduction.owner, names, AdasumDeltas.arrived)
+        self.reducers = Reducers(self.parameters, reduction, usage_errors.SEVERAL_THREADS, self.parameters.given_names)
+        self.keep_local = False  # Inside no_sync()
         self._for_scaler: Tensor | None = None  # Stands for a gradient while a GradScaler looks, not in the step
         self._starts: list[Tensor] = []  # Copies, kept: new memory would cost as much as the copy
         self._is_stepping = False
-        super().__init__(optimizer, reduction, names, backward_passes_per_step)
+        self.refresh()
+        reset(self.parameters.slots)
 
     def arrived(self, slot: GradState) -> None:
         """Do nothing: gradients add up on this rank."""
+
+    def has_lost(self) -> None:
+        """Do nothing: no gradient is under way."""
+
+    def used_in_backward(self, slot: GradState) -> None:
+        """A hook of the program has stepped on this rank's own gradient. In backward."""
+        raise usage_errors.used_in_backward([slot.name])
+
+    def being_reduced(self) -> list[Tensor]:
+        """Return nothing: no gradient is under way."""
+        return []
+
+    def refresh(self) -> None:
+        """Follow changes of the parameter groups, of requires_grad, and of the running hvlike. Local."""
+        if self.parameters.refresh(_is_reduced) or self.reducers.is_gone():
+            self.reducers.drop()
+        self.parameters.note_frozen()
 
     def synchronize(self, call: str = "optimizer.synchronize()") -> None:
         """Reduce nothing; after a closure in step() refuse gradients whose changes will not be reduced."""
         if self.keep_local:
             raise usage_errors.inside_no_sync(call)
-        if self._hooks.lost:
-            self.take_back()
-        late = self._late_gradients() if self._is_stepping else None
+        if self.parameters.hooks.lost:
+            self.reducers.take_back()
+        late = self.parameters.late_gradients() if self._is_stepping else None
         if late is not None:
             raise late
 
-    def _stays(self, slot: GradState | None) -> bool:
-        """Once reduced, always: whether a frozen parameter has a gradient may differ between ranks."""
-        return slot is not None
+    def set_passes(self, passes: int) -> None:
+        """Set how many passes the program makes before a step: they add up on this rank anyway. Local."""
+        self.backward_passes_per_step = check_passes(passes)
+
+    def discard(self) -> None:
+        """Do nothing: no gradient is under way."""
+
+    def memory_changed(self, call: str) -> None:
+        """A compressor's memory is replaced: agree with the other ranks again. Local."""
+        self.reducers.drop()
+
+    def abandon(self) -> None:
+        """Forget the reducer. Local."""
+        self.reducers.abandon()
+        reset(self.parameters.slots)
 
     def prepare_for_scaler(self) -> None:
         """Let all ranks find an infinity where one does, so that all skip the step or none. Collective; blocks."""
         self.refresh()
-        if not self._slots or self.reduction.is_local(current()):
+        parameters, slots, reduction = self.parameters.tensors, self.parameters.slots, self.reducers.reduction
+        if not slots or reduction.is_local(current()):
             return
-        parameters = self._parameters
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         flag = torch.tensor(int(not _all_finite(gradients)), dtype=torch.int32, device="cpu")
-        if int(allreduce(flag, op=ReduceOp.MAX, process_set=self.reduction.process_set)):
+        if int(allreduce(flag, op=ReduceOp.MAX, process_set=reduction.process_set)):
             if not int(flag):
-                parameters[0].grad = self._slots[0].nothing().fill_(torch.inf)
+                parameters[0].grad = slots[0].nothing().fill_(torch.inf)
         elif not gradients:
             # A scaler refuses an optimizer without a gradient, but this rank must step with the others.
-            parameters[0].grad = self._for_scaler = self._slots[0].nothing()
+            parameters[0].grad = self._for_scaler = slots[0].nothing()
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
         """Reduce what a step changes; a rank whose step raises takes over the change of the others, and raises then."""
         self.synchronize("optimizer.step()")
         placeholder, self._for_scaler = self._for_scaler, None
-        if placeholder is not None and self._parameters[0].grad is placeholder:
-            self._parameters[0].grad = None
+        if placeholder is not None and self.parameters.tensors[0].grad is placeholder:
+            self.parameters.tensors[0].grad = None
         self.refresh()
-        for slot in self._slots:
-            self._check(slot)
+        for slot in self.parameters.slots:
+            _check(slot)
         self._check_memory()
-        reducer = self._ready_reducer()
+        reducer = self.reducers.ready()
         if reducer is None:
             yield
             return
-        self.comparison.updates += 1
+        self.reducers.comparison.updates += 1
         self._remember()
         self._is_stepping = True
         try:
@@ -99,24 +141,19 @@ class AdasumDeltas(Gradients):
             self._is_stepping = False
         self._reduce_changes(reducer)
 
-    def _check(self, slot: GradState) -> None:
-        try:
-            check_adasum(slot.parameter.dtype)
-        except UsageError as error:
-            raise UsageError(f"DistributedOptimizer: parameter {slot.name!r}: {error}") from None
-
     def _check_memory(self) -> None:
-        if len(self._starts) == len(self._parameters):
+        parameters, slots = self.parameters.tensors, self.parameters.slots
+        if len(self._starts) == len(parameters):
             return
-        for place, first in enumerate(first_sharers(self._parameters)):
+        for place, first in enumerate(first_sharers(parameters)):
             if place != first:
                 raise UsageError(
-                    f"DistributedOptimizer: parameters {self._slots[first].name!r} and {self._slots[place].name!r} "
+                    f"DistributedOptimizer: parameters {slots[first].name!r} and {slots[place].name!r} "
                     "share memory, where op=Adasum would count what has changed twice. Pass one of them."
                 )
 
     def _values(self) -> list[Tensor]:
-        return [parameter.detach() for parameter in self._parameters]
+        return [parameter.detach() for parameter in self.parameters.tensors]
 
     def _remember(self) -> None:
         values = self._values()
@@ -140,7 +177,19 @@ class AdasumDeltas(Gradients):
             self.abandon()
             raise
         torch._foreach_add_(deltas, self._starts)
-        reset(self._slots)
+        reset(self.parameters.slots)
+
+
+def _is_reduced(parameter: Tensor, slot: GradState | None) -> bool:
+    """Once reduced, always: whether a frozen parameter has a gradient may differ between ranks."""
+    return parameter.requires_grad or parameter.grad is not None or slot is not None
+
+
+def _check(slot: GradState) -> None:
+    try:
+        check_adasum(slot.parameter.dtype)
+    except UsageError as error:
+        raise UsageError(f"DistributedOptimizer: parameter {slot.name!r}: {error}") from None
 
 
 def _all_finite(gradients: Sequence[Tensor]) -> bool:

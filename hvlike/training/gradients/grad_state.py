@@ -248,10 +248,6 @@ class OneHook:
 
         _engine.queue_callback(look)
 
-    def take(self) -> list[Tensor | None] | None:
-        seen, self.seen = self.seen, None
-        return seen
-
 
 gradient_of: Callable[[Tensor], Tensor | None] = attrgetter("grad")
 _engine: Any = torch.autograd.Variable._execution_engine

@@ -16,8 +16,9 @@ from hvlike.backends.arithmetic.reduce_op import ReduceOp
 from hvlike.collectives.api.allreduce import allreduce
 from hvlike.collectives.compression import StatefulCompressor
 from hvlike.collectives.requests.process_set import ProcessSet
+from hvlike.training.gradients.adasum_deltas import AdasumDeltas
 from hvlike.training.gradients.gradients import Gradients
-from hvlike.training.gradients.reduction import load_local_memory, local_memory
+from hvlike.training.gradients.reduction import Reduction, load_local_memory, local_memory
 
 
 class DelegatingOptimizer(Optimizer):
@@ -32,11 +33,15 @@ class DelegatingOptimizer(Optimizer):
     """Attributes of this object. LRScheduler replaces `step` on the object it is given."""
 
     _wrapped: Optimizer
-    _gradients: Gradients
+    _gradients: Gradients | AdasumDeltas
 
     @property
     def wrapped(self) -> Optimizer:
         return self._wrapped
+
+    @property
+    def _reduction(self) -> Reduction:
+        return self._gradients.reducers.reduction
 
     def before_groups_are_read(self) -> None:
         """Called when `param_groups` is read, two frames below the reader."""
@@ -48,7 +53,7 @@ class DelegatingOptimizer(Optimizer):
         saves its own state dict, or one rank gathers them all (hvlike.gather_optimizer_state).
         """
         state = self._wrapped.state_dict()
-        memory = self._gradients.reduction.memory
+        memory = self._reduction.memory
         remembered = {} if memory is None else memory.state_dict()
         return state | {"compression": remembered} if remembered else state
 
@@ -71,7 +76,7 @@ class DelegatingOptimizer(Optimizer):
 
     def memory_to_replace(self, call: str) -> StatefulCompressor | None:
         """Return what a compressor remembers, if it does; `call` replaces it, and the ranks agree on it anew. Local."""
-        memory = self._gradients.reduction.memory
+        memory = self._reduction.memory
         if memory is not None:
             self._gradients.memory_changed(call)
         return memory
@@ -81,7 +86,7 @@ class DelegatingOptimizer(Optimizer):
 
         Empty without compression that remembers, and without Adasum.
         """
-        reduction = self._gradients.reduction
+        reduction = self._reduction
         if reduction.memory is None and not reduction.of_deltas:
             return {}
         state = local_memory(reduction)
@@ -98,7 +103,7 @@ class DelegatingOptimizer(Optimizer):
                 Empty: this rank keeps what it has.
             ranks_before: How many ranks there were; 0: there was no commit.
         """
-        reduction = self._gradients.reduction
+        reduction = self._reduction
         if not states or (reduction.memory is None and not reduction.of_deltas):
             return
         self._gradients.memory_changed("optimizer.load_local_state_dicts()")

@@ -70,6 +70,13 @@ def too_many_passes(name: str, passes: int, *, has_stepped: bool = False) -> Usa
     )
 
 
+def thawed_in_backward(name: str) -> UsageError:
+    return UsageError(
+        f"Parameter {name!r} started to require a gradient between the first loss.backward() and optimizer.step(). "
+        "Change requires_grad after the step, on every rank."
+    )
+
+
 def gradients_disturbed(lost: Sequence[str], replaced: Sequence[str], changed: Sequence[str]) -> UsageError:
     text = "Gradients were changed after loss.backward() but before optimizer.step() or optimizer.synchronize()."
     if lost:
@@ -147,3 +154,21 @@ def unfinished(names: Sequence[str], rank: int, *, interrupted: bool) -> DataPar
     return DataParallelError(
         f"{text} The reduction was completed with zeros in their places, so all ranks can go on with this iteration."
     )
+
+
+def arrived_twice(names: Sequence[str], *, static_graph: bool) -> DataParallelError:
+    """Return the error for gradients of a DistributedDataParallel that have arrived too often in one backward pass."""
+    if static_graph:
+        text = (
+            "Your training graph has changed in this iteration, which is not compatible with static_graph=True: "
+            f"the gradients of {list_names(names)} have arrived more often than in the first one. Pass "
+            "static_graph=False to DistributedDataParallel."
+        )
+    else:
+        text = (
+            f"Expected to mark a variable ready only once. The gradients of {list_names(names)} have arrived several "
+            "times in one backward pass: parameters that are used in several reentrant checkpoints do so. Pass "
+            "static_graph=True to DistributedDataParallel if every iteration uses them in the same way, or "
+            "use_reentrant=False to the checkpoints."
+        )
+    return DataParallelError(f"{text} The reduction was completed, so all ranks can go on with the next iteration.")

@@ -35,6 +35,7 @@ def plant(name: str, *changes: tuple[str, str, str], kinds: tuple[str, ...] = ()
 
 MODULE = "training/ddp/module_gradients.py"
 GRADIENTS = "training/gradients/gradients.py"
+CONTRIBUTIONS = "training/gradients/contributions.py"
 STATE = "training/gradients/grad_state.py"
 REDUCED = "training/gradients/reduced_parameters.py"
 REDUCTION = "training/gradients/reduction.py"
@@ -42,24 +43,28 @@ REDUCTION = "training/gradients/reduction.py"
 PLANTS = [
     plant(
         "DDP looks for thawed layers only when backward has begun",
-        (MODULE, "if not (self._under_way or is_inside_backward()):\n", "if False:\n"),
+        (MODULE, "if (running is not None and running.reduces) or is_inside_backward():\n", "if True:\n"),
     ),
     plant(
         "no gradient on any rank is a gradient of zeros",
-        (GRADIENTS, "if slot.index in absent or (slot.wire", "if (slot.wire"),
+        (CONTRIBUTIONS, "if slot.index in absent or (slot.wire", "if (slot.wire"),
     ),
     plant(
         "sums of a layer that was frozen meanwhile are not reduced",
         (
-            REDUCED,
-            "return parameter.requires_grad or parameter.grad is not None or self._stays(slot)",
+            GRADIENTS,
+            "return parameter.requires_grad or parameter.grad is not None or self.reducers.keeps(slot)",
             "return parameter.requires_grad",
         ),
-        (MODULE, "return parameter.requires_grad or holds_sums or self._stays(slot)", "return parameter.requires_grad"),
+        (
+            MODULE,
+            "return parameter.requires_grad or holds_sums or self.reducers.keeps(slot)",
+            "return parameter.requires_grad",
+        ),
     ),
     plant(
         "passes that accumulate nothing reduce",
-        (MODULE, "self._under_way = node is not None and will_reach(node)", "self._under_way = True"),
+        (MODULE, "running.reduces = node is not None and will_reach(node)", "running.reduces = True"),
     ),
     plant(
         "gradients travel in the dtype of their parameter",
@@ -76,7 +81,7 @@ PLANTS = [
     ),
     plant(
         "two owners of a parameter both reduce it",
-        (REDUCED, "        self._hooks.take(parameters)\n", ""),
+        (REDUCED, "        self.hooks.take(parameters)\n", ""),
     ),
     plant(
         "torch.compile traces what backward calls of hvlike",
@@ -119,7 +124,7 @@ PLANTS = [
     plant(
         "local sums of what the last pass has not used count as zeros",
         (
-            GRADIENTS,
+            CONTRIBUTIONS,
             "gradient = slot.parameter.grad if slot.handed_over is None else slot.handed_over\n",
             "gradient = slot.handed_over\n",
         ),
@@ -128,8 +133,8 @@ PLANTS = [
         "buffers are not sent",
         (
             "training/ddp/data_parallel.py",
-            "return self.forward_sync_buffers and self._has_buffers and not",
-            "return False and self._has_buffers and not",
+            "if not (self.forward_sync_buffers and self._has_buffers):\n",
+            "if True:\n",
         ),
     ),
     plant(

@@ -69,7 +69,7 @@ def test_a_tuned_run_gives_the_bits_of_an_untuned_one(
     optimizer = train(hvd, tuned)
     assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), tuned.parameters(), strict=True))
     assert same_on_all_ranks(tuned.parameters())
-    assert optimizer.gradients.tuner.finished
+    assert optimizer.gradients.reducers.tuner.finished
 
 
 @pytest.mark.mpi(min_size=2)
@@ -78,7 +78,7 @@ def test_every_sample_is_logged_and_the_fastest_sizes_stay(
 ) -> None:
     knobs(**tuning(folder))
     optimizer = train(hvd, make_model())
-    sizes = optimizer.gradients.reducer.sizes
+    sizes = optimizer.gradients.reducers.current.sizes
     said = f"hvlike autotune: HVLIKE_BUCKET_BYTES={sizes.bucket_bytes} HVLIKE_FIRST_BUCKET_BYTES="
     assert (said in capfd.readouterr().err) == (hvd.rank() == 0)
     assert hvd.allgather_object(sizes) == [sizes] * hvd.size()
@@ -105,9 +105,9 @@ def test_the_parameters_may_change_in_the_middle_of_a_search(
         optimizer.zero_grad()
         loss_of(model, share(hvd, whole_batch(step))).backward()
         optimizer.step()
-    tuner = optimizer.gradients.tuner
+    tuner = optimizer.gradients.reducers.tuner
     assert tuner.finished
-    assert optimizer.gradients.reducer.sizes == tuner.sizes
+    assert optimizer.gradients.reducers.current.sizes == tuner.sizes
     assert same_on_all_ranks(model.parameters())
 
 
@@ -115,8 +115,8 @@ def test_the_parameters_may_change_in_the_middle_of_a_search(
 def test_the_first_optimizer_of_several_is_tuned(hvd: ModuleType, knobs: Callable[..., None], folder: Path) -> None:
     knobs(**tuning(folder))
     first, second = train(hvd, make_model()), train(hvd, make_model(1))
-    assert first.gradients.tuner.finished
-    assert second.gradients.tuner is None
+    assert first.gradients.reducers.tuner.finished
+    assert second.gradients.reducers.tuner is None
 
 
 @pytest.mark.mpi(min_size=2)
@@ -133,18 +133,21 @@ def test_a_search_outlives_a_join(hvd: ModuleType, knobs: Callable[..., None], f
         hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     samples = len((folder / "log.csv").read_text().splitlines()) - 1
     assert samples > WARMUP
-    assert hvd.allgather_object(optimizer.gradients.tuner.sizes) == [optimizer.gradients.tuner.sizes] * hvd.size()
+    assert (
+        hvd.allgather_object(optimizer.gradients.reducers.tuner.sizes)
+        == [optimizer.gradients.reducers.tuner.sizes] * hvd.size()
+    )
 
 
 def test_nothing_is_tuned_unless_asked_for(hvd: ModuleType) -> None:
-    assert train(hvd, make_model(), steps=2).gradients.tuner is None
+    assert train(hvd, make_model(), steps=2).gradients.reducers.tuner is None
 
 
 @pytest.mark.mpi(min_size=2)
 def test_the_knobs_choose_the_buckets(hvd: ModuleType, knobs: Callable[..., None]) -> None:
     knobs(BUCKET_BYTES=600, FIRST_BUCKET_BYTES=40)
     optimizer = train(hvd, make_model(), steps=2)
-    plan = optimizer.gradients.reducer.schedule.plan
+    plan = optimizer.gradients.reducers.current.schedule.plan
     sizes = [parameter.numel() * 4 for parameter in optimizer.param_groups[0]["params"]]
     filled = [sum(sizes[index] for index in bucket) for bucket in plan.buckets]
     assert len(plan.buckets) > 2

@@ -168,7 +168,7 @@ def test_copies_and_pickles_go_on_alike(hvd: ModuleType, kind: str) -> None:
     run = begun(hvd, kind)
     for copy_of in (copy.deepcopy, lambda each: pickle.loads(pickle.dumps(each))):
         optimizer, parameters = copy_of((run.optimizer, run.parameters))
-        memory = optimizer.gradients.reduction.memory
+        memory = optimizer.gradients.reducers.reduction.memory
         assert memory is not run.compression
         assert repr(memory) == repr(run.compression)
         assert memory.mark() == run.compression.mark()

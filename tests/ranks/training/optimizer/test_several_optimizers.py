@@ -21,7 +21,7 @@ def test_one_backward_pass_feeds_two_unnamed_optimizers(hvd: ModuleType) -> None
         first.step()
         second.step()
     assert same_on_all_ranks(parameters)
-    assert hvd.size() == 1 or first.gradients.name != second.gradients.name
+    assert hvd.size() == 1 or first.gradients.reducers.name != second.gradients.reducers.name
 
 
 def test_two_networks_in_turn(hvd: ModuleType) -> None:
