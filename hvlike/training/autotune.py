@@ -88,7 +88,7 @@ class Tuner:
 
     def __init__(self, reducer: PlannedReducer, name: str, process_set: ProcessSet | None, config: Config) -> None:
         self.finished = False  # The sizes stay; nothing more is measured
-        self.sizes = reducer.sizes
+        self.sizes = reducer.proposal.sizes
         self._name = f"{name}.autotune.time"
         self._process_set = process_set
         self._group = current().find_set(process_set, "Autotune").group

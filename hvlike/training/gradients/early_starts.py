@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import enum
 
+import torch
+
 from hvlike.collectives.requests.plan import Plan
+from hvlike.system.system import system
 from hvlike.transport.host.topology import SpareCore
 
 SLOW_STEPS = 3  # In a row; one alone may have met a rank that was held up
@@ -31,11 +34,13 @@ def choose_mover(wanted: bool | None, *, spare_core: bool, on_device: bool) -> M
 
 
 class EarlyStarts:
-    """Counts what is ready in a step. Not thread-safe: used with the lock of the reducer held."""
+    """What is ready of the step under way. Backward has several threads: used with `lock` held."""
 
     def __init__(self, mover: Mover, *, automatic: bool, several_nodes: bool) -> None:
         """automatic: nothing is set, and the mover may change with what steps show."""
         self.mover = mover
+        self.lock = system.Lock()
+        self.marked: dict[int, torch.Tensor] = {}  # What is ready, by entry, as far as that is known
         self.started = 0  # The buckets of the step under way that have started: the first ones of the plan
         self._spare_core = SpareCore() if mover is Mover.LOOP and automatic else None
         self.may_use_hooks = several_nodes and automatic

@@ -259,7 +259,7 @@ class Comparison:
 
     def begin(self, reducer: PlannedReducer) -> None:
         """Compare with the plan that this reducer is about to agree on, what `start_with` got only with that. Local."""
-        self._reducer, reducer.start, self._start = reducer, self._start, {}
+        self._reducer, reducer.proposal.start, self._start = reducer, self._start, {}
         if isinstance(self._optimizer, Optimizer):
             reducer.watch_options(WeakMethod(self._options))
 

@@ -11,17 +11,12 @@ The tensors are reduced where they are. The plan has an op queue of its own, so 
 
 from __future__ import annotations
 
-import logging
-import math
 import threading
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
-from operator import attrgetter
+from collections.abc import Collection, Iterable, Sequence
 
 import torch
 
 from hvlike.backends.base import INCOMPLETE
-from hvlike.backends.cuda.runtime import kind_of
 from hvlike.backends.op_queue import OpQueue
 from hvlike.collectives.api.sparse import start_sparse_sum
 from hvlike.collectives.compression import Mark
@@ -29,21 +24,16 @@ from hvlike.collectives.controller.trace import begin_wait
 from hvlike.collectives.health.wait_for_graph import STEP
 from hvlike.collectives.persistent.bucket import ActiveJob, ReductionSettings
 from hvlike.collectives.persistent.schedule import GradientStreams, Schedule, gradient_streams_of, no_streams
-from hvlike.collectives.requests.plan import BucketSizes, Entry, Plan, Proposal, choose_sizes, equal_parts
+from hvlike.collectives.requests.plan import BucketSizes, Entry, Plan, Proposal, choose_sizes
 from hvlike.collectives.requests.process_set import ProcessSet
-from hvlike.collectives.requests.request import find_call_site, order_in_memory
+from hvlike.collectives.requests.request import find_call_site
 from hvlike.collectives.session.context import current
 from hvlike.collectives.session.joined_proxy import JoinedProxy, PersistentOperation, PlanProxy
 from hvlike.collectives.session.process_set_state import ProcessSetState
 from hvlike.system.system import system
 from hvlike.training.gradients.early_starts import EarlyStarts, Mover, choose_mover
-from hvlike.transport.memory.dtypes import dtype_name
+from hvlike.training.gradients.own_proposal import OwnProposal, is_sparse
 from hvlike.transport.memory.own_memory import check_gradients
-
-_log = logging.getLogger("hvlike")
-
-_is_sparse: Callable[[torch.Tensor], bool] = attrgetter("is_sparse")
-_dtype: Callable[[torch.Tensor], torch.dtype] = attrgetter("dtype")
 
 
 class PlannedReducer(PersistentOperation):
@@ -58,24 +48,21 @@ class PlannedReducer(PersistentOperation):
     ) -> None:
         """name: of no other reducer alive. groups: what is reduced together: a number of runs, or lists of entries."""
         super().__init__(name)
-        self._entries = list(entries)
-        self._set_state: ProcessSetState = current().find_set(process_set, "Planned reduction")
+        context = current()
+        self._set_state: ProcessSetState = context.find_set(process_set, "Planned reduction")
         self._settings = settings
-        self._groups = equal_parts(len(self._entries), groups) if isinstance(groups, int) else list(groups or [])
         self._process_set = process_set
-        self._marked: dict[int, torch.Tensor] = {}
         self.absent: Collection[int] = ()
-        self._arrivals = gradient_streams_of(entry.device for entry in entries)
-        self._streams = no_streams if self._arrivals is None else self._arrivals.streams
-        knobs, nodes = current().knobs, self._set_state.group.nodes
-        on_device = self._arrivals is not None
+        self._streams = gradient_streams_of(entry.device for entry in entries)
+        knobs, nodes = context.knobs, self._set_state.group.nodes
+        on_device = self._streams is not None
         self._early = EarlyStarts(
-            choose_mover(knobs.overlap, spare_core=current().overlaps, on_device=on_device),
+            choose_mover(knobs.overlap, spare_core=context.overlaps, on_device=on_device),
             automatic=knobs.overlap is None and not on_device,
             several_nodes=len(nodes) > 1,
         )
         constants = self._set_state.queues.first.constants
-        self.sizes = choose_sizes(
+        sizes = choose_sizes(
             knobs.bucket_bytes,
             knobs.first_bucket_bytes,
             overlaps=self.overlaps,
@@ -83,12 +70,10 @@ class PlannedReducer(PersistentOperation):
             nodes=nodes,
             slow_network=constants is not None and constants.is_slow,
         )
-        self.start: Mapping[str, int] = {}  # Checksums by name, to warn where the ranks start apart
+        self.proposal = OwnProposal(entries, groups, sizes)
         self.schedule: Schedule | None = None  # What is agreed; None before the first step
-        self._lock = system.Lock()
         # The epoch and the thread of the last step, where the next one need not look closely.
         self._steady_in: tuple[int, int] | None = None
-        self._epoch = self._set_state.plan_epoch
         self._site = find_call_site()
         self._set_state.proxies.add(self)
 
@@ -99,7 +84,7 @@ class PlannedReducer(PersistentOperation):
 
     @property
     def busy(self) -> bool:
-        return bool(self._marked) or super().busy
+        return bool(self._early.marked) or super().busy
 
     @property
     def overlaps(self) -> bool:
@@ -113,32 +98,34 @@ class PlannedReducer(PersistentOperation):
 
     @property
     def is_steady(self) -> bool:
-        return self._steady_in is not None and self._steady_in[0] == self._epoch.value
+        return self._steady_in is not None and self._steady_in[0] == self._set_state.plan_epoch.value
 
     @property
     def last_to_arrive(self) -> int | None:
         """The entry that is ready last in a step; None where that is not known, or some are sparse or on a device."""
         schedule = self.schedule
-        if schedule is None or not schedule.buckets or schedule.plan.sparse or self._arrivals is not None:
+        if schedule is None or not schedule.buckets or schedule.plan.sparse or self._streams is not None:
             return None
         return schedule.plan.buckets[-1][-1]
 
     def mark_ready(self, index: int, tensor: torch.Tensor) -> None:
         """Tensor `index` is final for this step; it may be reduced in place from now on. Any thread; does not block."""
-        with self._lock:
-            self._marked[index] = tensor
-            early, schedule = self._early, self.schedule
+        early = self._early
+        with early.lock:
+            early.marked[index] = tensor
+            schedule, streams = self.schedule, self._streams
             bucket = early.bucket_of(index)
             if bucket is None or schedule is None or tensor.is_sparse or self._set_state.proxies.stands_in:
                 return
-            if self._arrivals is not None and schedule.is_on_device(index):
+            if streams is not None and schedule.is_on_device(index):
                 # A tensor of a GPU is final once its stream has come to this point.
-                self._arrivals.note(bucket, tensor)
+                streams.note(bucket, tensor)
             complete, moved_here = early.ready(bucket), early.mover is Mover.HOOKS
             if complete:
                 if not complete.start:
                     self._running = []
-                operation = schedule.start(complete, self._marked, streams=self._streams, wake=not moved_here)
+                streams_of = no_streams if streams is None else streams.streams
+                operation = schedule.start(complete, early.marked, streams=streams_of, wake=not moved_here)
                 if operation is not None:
                     self._running.append(operation)
         if moved_here and self._is_running:
@@ -153,7 +140,7 @@ class PlannedReducer(PersistentOperation):
         """
         self.absent = ()
         if self._settings.size == 1 and self._settings.prescale * self._settings.postscale == 1:
-            self._marked.clear()
+            self._early.marked = {}
             self.absent = missing
             return {}
         if self._step >= self._look_at:
@@ -161,23 +148,16 @@ class PlannedReducer(PersistentOperation):
         # First this: a thread that joins looks at it after it has said so, which begins an epoch.
         self._in_step = True
         try:
-            epoch = (self._epoch.value, threading.get_ident())
+            epoch = (self._set_state.plan_epoch.value, threading.get_ident())
             schedule = self.schedule
-            replaced: dict[int, torch.Tensor] = {}
             in_memory = schedule.in_memory(tensors) if schedule is not None and self._steady_in == epoch else None
-            totals: dict[int, Callable[[], torch.Tensor]] = {}
+            replaced: dict[int, torch.Tensor] = {}
             if schedule is None or in_memory is None:
-                self._steady_in = None
-                schedule, replaced, totals = self._look_closely(tensors)
-                tensors = [replaced.get(index, tensor) for index, tensor in enumerate(tensors)]
-            self._reduce_dense(schedule, tensors, in_memory, missing)
-            for index, total in totals.items():
-                replaced[index] = total()
-            if schedule.incomplete:
-                self._note_absent(schedule, tensors)
-            elif not schedule.buckets:
-                # Nothing has carried the count: what has no element is taken for nothing, on all ranks alike.
-                self.absent = [index for index, total in replaced.items() if not total._nnz()]
+                schedule, replaced = self._reduce_closely(tensors, missing)
+            else:
+                self._reduce_dense(schedule, tensors, in_memory, missing)
+                if schedule.incomplete:
+                    self._note_absent(schedule, tensors)
             if self._early.may_use_hooks:
                 self._early.note_speed(slow=schedule.slow_network)
             if not schedule.plan.sparse and self._set_state.controller.positions.failure is None:
@@ -185,61 +165,59 @@ class PlannedReducer(PersistentOperation):
             self.served += 1
             return replaced
         finally:
-            self._marked, self._in_step = {}, False
+            self._early.marked, self._in_step = {}, False
             if self._early.mover is Mover.NOTHING:
                 self._early.started = 0
             else:
                 self._early.expect_all()
             self._step += 1
-            if self._arrivals is not None:
-                self._arrivals.clear()
+            if self._streams is not None:
+                self._streams.clear()
 
-    def _look_closely(
-        self, tensors: Sequence[torch.Tensor]
-    ) -> tuple[Schedule, dict[int, torch.Tensor], dict[int, Callable[[], torch.Tensor]]]:
-        """Check a step, and agree on a plan where there is none.
+    def _reduce_closely(
+        self, tensors: Sequence[torch.Tensor], missing: Collection[int]
+    ) -> tuple[Schedule, dict[int, torch.Tensor]]:
+        """Reduce tensors that may be others than last time: check them, and agree on a plan where there is none.
 
-        Returns that, what takes the place of tensors that were sparse, and what gives the sums of those that stay it.
+        Returns the plan, and what takes the place of tensors that were sparse.
         """
+        self._steady_in = None
         self._set_state.proxies.check_present(self.name)
-        if not self._early.started:
-            self._follow_dtypes(tensors)
-        check_gradients(tensors, lambda place: self._entries[place].name)
+        if not self._early.started and self.proposal.follow_dtypes(tensors):
+            self.close()
+        check_gradients(tensors, self.proposal.name_of)
         schedule = self.schedule or self._agree(tensors)
         self._site = find_call_site()
         self._set_state.controller.tensor_queue.notice((STEP, self.name), self._site)
         replaced: dict[int, torch.Tensor] = {}
         totals = {}
-        if schedule.plan.sparse or any(map(_is_sparse, tensors)):
+        if schedule.plan.sparse or any(map(is_sparse, tensors)):
             replaced = _densify(tensors, schedule.plan)
             totals = {
                 index: start_sparse_sum(tensors[index], f"{self.name}.{index}", self._settings, self._process_set)
                 for index in schedule.plan.sparse
             }
-        return schedule, replaced, totals
-
-    def _follow_dtypes(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Agree anew where the program has changed the dtype of a gradient, on every rank. Local."""
-        dtypes = list(map(_dtype, tensors))
-        if dtypes != [entry.dtype for entry in self._entries]:
-            self._entries = [replace(entry, dtype=dtype) for entry, dtype in zip(self._entries, dtypes, strict=True)]
-            self.close()
+            tensors = [replaced.get(index, tensor) for index, tensor in enumerate(tensors)]
+        self._reduce_dense(schedule, tensors, None, missing)
+        replaced |= {index: total() for index, total in totals.items()}
+        if schedule.incomplete:
+            self._note_absent(schedule, tensors)
+        elif not schedule.buckets:
+            # Nothing has carried the count: what has no element is taken for nothing, on all ranks alike.
+            self.absent = [index for index, total in replaced.items() if not total._nnz()]
+        return schedule, replaced
 
     def resize(self, sizes: BucketSizes) -> None:
         """Reduce in buckets of other sizes from the next step on; every rank after the same step. Local."""
-        if sizes != self.sizes:
-            self.sizes = sizes
+        if sizes != self.proposal.sizes:
+            self.proposal.sizes = sizes
             self.close()
 
     def drop(self) -> None:
         """Forget what was agreed, and the step that has begun: the owner will not use it again. Local."""
-        with self._lock:
-            self._marked.clear()
+        with self._early.lock:
+            self._early.marked.clear()
         self.close()
-
-    @property
-    def total_bytes(self) -> int:
-        return sum(math.prod(entry.shape) * entry.dtype.itemsize for entry in self._entries)
 
     def forget(self) -> None:
         super().forget()
@@ -268,40 +246,12 @@ class PlannedReducer(PersistentOperation):
 
     def _agree(self, tensors: Sequence[torch.Tensor]) -> Schedule:
         """Propose what this rank has; the schedule that all ranks derive from all proposals."""
-        proposal = Proposal(
-            names=tuple(entry.name for entry in self._entries),
-            shapes=tuple(entry.shape for entry in self._entries),
-            dtypes=tuple(dtype_name(entry.dtype) for entry in self._entries),
-            strides=tuple(None if tensor.is_sparse else order_in_memory(tensor) for tensor in tensors),
-            sparse=tuple(map(_is_sparse, tensors)),
-            order=tuple(dict.fromkeys([*self._marked, *range(len(tensors))])),
-            sizes=self.sizes,
-            settings=(self._settings.describe(), tuple(tuple(group) for group in self._groups)),
-            devices=tuple(kind_of(entry.device) for entry in self._entries),
-            memory=self.mark(),
-            portable=self._settings if self._settings.is_portable else None,
-            start=tuple(self.start.values()),
-        )
-        home = None if self._arrivals is None else self._arrivals.home
+        proposal = self.proposal.of(tensors, self._early.marked, self._settings, self.mark())
+        home = None if self._streams is None else self._streams.home
         queue, agreed = self._agree_on_queue("plan", proposal, home)
-        start, self.start = self.start, {}
-        if agreed.apart is not None and self._set_state.group.rank == 0:
-            position, index = agreed.apart
-            self._warn_of(position, list(start)[index])
+        group = self._set_state.group
+        self.proposal.compare_starts(agreed, self.name, group.ranks, warns=group.rank == 0)
         return self._follow(queue, agreed)
-
-    def _warn_of(self, position: int, name: str) -> None:
-        ranks = self._set_state.group.ranks
-        _log.warning(
-            "%s differ before the first step of %r: %r of rank %d is not that of rank %d. Averaged gradients do not "
-            "make them equal. Call hvd.broadcast_parameters(model.state_dict(), root_rank=%d) before training.",
-            "buffers" if name.startswith("buffer ") else "parameters",
-            self.name,
-            name,
-            ranks[position],
-            ranks[0],
-            ranks[0],
-        )
 
     def _follow(self, queue: OpQueue, agreed: Proposal) -> Schedule:
         if self._settings.memory is not None:
@@ -333,12 +283,13 @@ class PlannedReducer(PersistentOperation):
         queue, began = schedule.queue, system.monotonic()
         row = begin_wait(queue, self.name, self._step) if queue.recorder.on else None
         try:
-            with self._lock:
+            with self._early.lock:
                 rest = self._early.start_rest()
             if not rest.start:
                 self._running = []
             said = 1 + INCOMPLETE * bool(missing)
-            operation = schedule.start(rest, tensors, said, missing, in_memory, self._streams, drive=True)
+            streams_of = no_streams if self._streams is None else self._streams.streams
+            operation = schedule.start(rest, tensors, said, missing, in_memory, streams_of, drive=True)
             if operation is not None:
                 self._running.append(operation)
             if self._running and not self._running[-1].done():
@@ -351,17 +302,17 @@ class PlannedReducer(PersistentOperation):
                 queue.recorder.end(row)
             queue.counters.waited(self.name, system.monotonic() - began)
         running, self._running = self._running, []
-        for each in running:
-            if each.error is not None:
+        for operation in running:
+            if operation.error is not None:
                 self.close()
-                raise each.error
-        if self._arrivals is not None:
-            self._leave_streams(self._arrivals, schedule)
+                raise operation.error
+        if self._streams is not None:
+            self._leave_streams(self._streams, schedule)
         if schedule.memory is not None:
             schedule.memory.commit()
 
-    def _leave_streams(self, arrivals: GradientStreams, schedule: Schedule) -> None:
-        error = arrivals.leave(schedule.device)
+    def _leave_streams(self, streams: GradientStreams, schedule: Schedule) -> None:
+        error = streams.leave(schedule.device)
         if error is not None:
             self.close()
             raise error

@@ -157,7 +157,7 @@ def test_on_a_slow_network_buckets_start_during_backward_without_a_spare_core(
         planned = [
             each for each in current().find_set(None, "test").proxies.planned if isinstance(each, PlannedReducer)
         ]
-        early += [each.overlaps for each in planned if each.total_bytes == layers * width * width * 4]
+        early += [each.overlaps for each in planned if each.proposal.total_bytes == layers * width * width * 4]
     # First because the system allows two cores, if it does; then nothing, as all are in use; then as it is slow.
     assert len(early) == 15
     assert not early[topology.FIRST_LOOKS + 1 if current().overlaps else 0]

@@ -116,9 +116,9 @@ PLANTS = [
         "a plan stays when the module was converted",
         (STATE, "and self.dtype is gradient_dtype(parameter)", "and True"),
         (
-            "training/gradients/planned_reducer.py",
-            "        if dtypes != [entry.dtype for entry in self._entries]:\n",
-            "        if False:\n",
+            "training/gradients/own_proposal.py",
+            "        if dtypes == [entry.dtype for entry in self.entries]:\n",
+            "        if True:\n",
         ),
     ),
     plant(

@@ -55,7 +55,7 @@ def test_gradients_of_other_streams_are_waited_for(late: Late, dtype: torch.dtyp
 def test_a_hook_begins_its_bucket_and_does_not_wait(late: Late) -> None:
     device, rank, size = late.device, late.hvd.rank(), late.hvd.size()
     reducer = PlannedReducer(entries(), ReductionSettings(Average, size), name="hooks", groups=[[0, 1], [2], [3, 4]])
-    reducer.resize(type(reducer.sizes)(1, 1))
+    reducer.resize(type(reducer.proposal.sizes)(1, 1))
     gradients = [torch.zeros(shape) for shape in SHAPES]
     reducer.finish(gradients)
     producer = device.new_stream(device.home())

@@ -78,7 +78,7 @@ def test_every_sample_is_logged_and_the_fastest_sizes_stay(
 ) -> None:
     knobs(**tuning(folder))
     optimizer = train(hvd, make_model())
-    sizes = optimizer.gradients.reducers.current.sizes
+    sizes = optimizer.gradients.reducers.current.proposal.sizes
     said = f"hvlike autotune: HVLIKE_BUCKET_BYTES={sizes.bucket_bytes} HVLIKE_FIRST_BUCKET_BYTES="
     assert (said in capfd.readouterr().err) == (hvd.rank() == 0)
     assert hvd.allgather_object(sizes) == [sizes] * hvd.size()
@@ -107,7 +107,7 @@ def test_the_parameters_may_change_in_the_middle_of_a_search(
         optimizer.step()
     tuner = optimizer.gradients.reducers.tuner
     assert tuner.finished
-    assert optimizer.gradients.reducers.current.sizes == tuner.sizes
+    assert optimizer.gradients.reducers.current.proposal.sizes == tuner.sizes
     assert same_on_all_ranks(model.parameters())
 
 
