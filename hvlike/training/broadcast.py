@@ -174,29 +174,18 @@ def broadcast_optimizer_state(
     """
     memory: StatefulCompressor | None = None
     if isinstance(optimizer, DelegatingOptimizer):
-        memory = optimizer.memory_to_replace("broadcast_optimizer_state")
+        memory = optimizer.memory_to_replace(_STATE)
         optimizer = optimizer.wrapped
     if not isinstance(optimizer, Optimizer):
         raise WrongTypeError(
             f"broadcast_optimizer_state expects a torch.optim.Optimizer, got {type(optimizer).__name__}."
         )
-    groups = optimizer.param_groups
-    parameters = [parameter for group in groups for parameter in group["params"]]
-    layout: dict[str, str] = {}
-    for number, group in enumerate(groups):
-        for index, parameter in enumerate(group["params"]):
-            name = f"parameter {index} of group {number}"
-            check_stand_in(f"broadcast_optimizer_state, {name}", parameter)
-            layout[name] = str(TensorForm.of(parameter))
-    layout["class"] = optimizer.__class__.__name__
-    check_same("broadcast_optimizer_state", layout, root_rank, process_set, MismatchError)
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    check_same(_STATE, _layout_of(optimizer), root_rank, process_set, MismatchError)
     is_root = rank() == root_rank
 
     def packed() -> tuple[bytes, list[Tensor]]:
-        if not is_root:
-            return b"", []
-        options = [{key: value for key, value in group.items() if key != "params"} for group in groups]
-        return pack((dict(optimizer.state), options, memory and memory.shared_state()), parameters)
+        return _pack_state(optimizer, parameters, memory) if is_root else (b"", [])
 
     def adopt() -> None:
         if not is_root:
@@ -219,6 +208,26 @@ def broadcast_optimizer_state(
 
 
 _STATE = "broadcast_optimizer_state"
+
+
+def _layout_of(optimizer: Optimizer) -> dict[str, str]:
+    """Describe the class of an optimizer and its parameters, which are to be the same on all ranks."""
+    layout: dict[str, str] = {}
+    for number, group in enumerate(optimizer.param_groups):
+        for index, parameter in enumerate(group["params"]):
+            name = f"parameter {index} of group {number}"
+            check_stand_in(f"{_STATE}, {name}", parameter)
+            layout[name] = str(TensorForm.of(parameter))
+    layout["class"] = optimizer.__class__.__name__
+    return layout
+
+
+def _pack_state(
+    optimizer: Optimizer, parameters: Sequence[Tensor], memory: StatefulCompressor | None
+) -> tuple[bytes, list[Tensor]]:
+    """Return what the root sends: state, options and what a compressor shares; and the tensors in it."""
+    options = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+    return pack((dict(optimizer.state), options, memory and memory.shared_state()), parameters)
 
 
 def _memory_for(forms: Sequence[TensorForm], parameters: Sequence[Tensor]) -> list[Tensor]:

@@ -17,6 +17,7 @@ from hvlike.collectives.api.allreduce import allreduce
 from hvlike.collectives.compression import StatefulCompressor
 from hvlike.collectives.requests.process_set import ProcessSet
 from hvlike.training.gradients.adasum_deltas import AdasumDeltas
+from hvlike.training.gradients.grad_state import declared_dtype
 from hvlike.training.gradients.gradients import Gradients
 from hvlike.training.gradients.reduction import Reduction, load_local_memory, local_memory
 
@@ -175,3 +176,25 @@ def reading_grad_scaler() -> GradScaler | None:
         return None
     scaler = reader.f_locals.get("self")
     return scaler if isinstance(scaler, GradScaler) else None
+
+
+class ScalerLook:
+    """A GradScaler looks for infinities in reduced gradients of which each rank holds some.
+
+    It finds one on all ranks or on none: a gradient of this rank becomes infinite where one of any rank is. On a rank
+    that holds none a tensor stands for it, until the look ends: the step shall not take that for a gradient.
+    """
+
+    def __init__(self, parameter: Tensor, *, is_infinite: bool) -> None:
+        self._stand_in: Tensor | None = None
+        self._parameter = parameter
+        if parameter.grad is None:
+            self._stand_in = torch.zeros_like(parameter, dtype=declared_dtype(parameter), requires_grad=False)
+            parameter.grad = self._stand_in
+        if is_infinite:
+            parameter.grad.fill_(torch.inf)
+
+    def end(self) -> None:
+        """Take away what stands for a gradient."""
+        if self._stand_in is not None and self._parameter.grad is self._stand_in:
+            self._parameter.grad = None

@@ -18,8 +18,8 @@ from hvlike.collectives.requests.plan import Options
 from hvlike.collectives.requests.process_set import ProcessSet
 from hvlike.collectives.session.context import current
 from hvlike.errors import HorovodInternalError, StateError, UsageError
-from hvlike.training.gradients.grad_state import declared_dtype, gradient_dtype
-from hvlike.training.gradients.optimizer_wrapper import reading_grad_scaler
+from hvlike.training.gradients.grad_state import gradient_dtype
+from hvlike.training.gradients.optimizer_wrapper import ScalerLook, reading_grad_scaler
 from hvlike.training.gradients.ownership import Claim
 from hvlike.training.gradients.parameters import (
     GroupOptions,
@@ -128,10 +128,8 @@ class ZeroRedundancyOptimizer(ShardedState, BuiltInJoinable):
         self._consolidated = None
         self._changes = StateLock()
         self._scaler: ref[Any] | None = None  # The GradScaler that reads the gradients, if any
-        self._scaled = False  # A GradScaler has read the reduced gradients of this step
+        self._look: ScalerLook | None = None  # Of a GradScaler, at the reduced gradients of this step
         self._compared = self.reduces_gradients or self.world_size == 1  # Gradients were, or need not be
-        self._infinity_flag: Tensor | None = None  # Where a GradScaler finds an infinity if any rank has one
-        self._flagged: Tensor | None = None  # The parameter that has it as its gradient, only for the scaler
         self._prepare()
         self.initialized = True
 
@@ -213,8 +211,7 @@ class ZeroRedundancyOptimizer(ShardedState, BuiltInJoinable):
             raise failure
         if self._steps.failure is not None:
             raise HorovodInternalError(self._steps.failure)
-        scaled, self._scaled = self._scaled, False
-        if scaled and active < self.world_size:
+        if self._end_look() and active < self.world_size:
             raise UsageError(
                 "ZeroRedundancyOptimizer with reduce_gradients=True cannot use a GradScaler while some ranks are out "
                 "of data: their share of the gradients is not unscaled. Reduce with hvlike.nn.DistributedDataParallel "
@@ -228,22 +225,23 @@ class ZeroRedundancyOptimizer(ShardedState, BuiltInJoinable):
         if not self._steps.is_reduced:
             self._steps.reduce()
             return
+        if self._look is not None:
+            self._look.end()
         own = set(self._partition.owned(self.rank))
         foreign = [each.grad for place, each in enumerate(self._partition.parameters) if place not in own]
-        self._drop_flag()
-        flag = self._infinity_flag
-        if any(gradient is not None and gradient is not flag for gradient in foreign):
+        if any(gradient is not None for gradient in foreign):
             raise UsageError(
                 "ZeroRedundancyOptimizer: a backward pass ran after the gradients were reduced (by "
                 "hvlike.clip_grad_norm_ or a GradScaler) and before step(). Run all backward passes of a step first, "
                 "then clip, then step; to start anew call optimizer.zero_grad()."
             )
 
-    def _drop_flag(self) -> None:
-        """A GradScaler has looked: the step shall not take what it has looked at for a gradient."""
-        flagged, self._flagged = self._flagged, None
-        if flagged is not None and flagged.grad is self._infinity_flag:
-            flagged.grad = None
+    def _end_look(self) -> bool:
+        """Return whether a GradScaler has looked at the gradients of this step, which is over."""
+        look, self._look = self._look, None
+        if look is not None:
+            look.end()
+        return look is not None
 
     def _evaluate(self, closure: Callable[[], Any]) -> Any:
         loss = closure()
@@ -266,8 +264,8 @@ class ZeroRedundancyOptimizer(ShardedState, BuiltInJoinable):
         Args:
             set_to_none: Set gradients to None; else to zeros.
         """
-        self._steps.is_reduced = self._scaled = False
-        self._drop_flag()
+        self._steps.is_reduced = False
+        self._end_look()
         super().zero_grad(set_to_none=set_to_none)
 
     def _clip_grad_norm(self, max_norm: float, norm_type: float, *, error_if_nonfinite: bool) -> Tensor:
@@ -319,21 +317,13 @@ class ZeroRedundancyOptimizer(ShardedState, BuiltInJoinable):
         if scaler is None:
             return
         self._scaler = ref(scaler)
-        if self.world_size == 1 or self._scaled:
+        if self.world_size == 1 or self._look is not None:
             return
         self._reduce()
-        self._scaled = True
-        infinity = float("inf")
-        norm = self._steps.clip(infinity, infinity, error_if_nonfinite=True)
+        norm = self._steps.clip(torch.inf, torch.inf, error_if_nonfinite=True)
+        # The scaler needs a gradient also on a rank that owns no parameter.
         parameter = self._partition.parameters[next(iter(self._partition.owned(self.rank)), 0)]
-        self._flagged = None
-        if parameter.grad is None:
-            # The scaler needs a gradient also on a rank that owns no parameter.
-            self._flagged = parameter
-            parameter.grad = torch.zeros_like(parameter, dtype=declared_dtype(parameter), requires_grad=False)
-        self._infinity_flag = parameter.grad
-        if not norm.isfinite():
-            self._infinity_flag.fill_(infinity)
+        self._look = ScalerLook(parameter, is_infinite=not norm.isfinite())
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters; ranks that hold least so far get them, and the others stay where they are.
@@ -379,7 +369,8 @@ class ZeroRedundancyOptimizer(ShardedState, BuiltInJoinable):
             self.optim = type(self.optim)(self._partition.groups_of(self.rank), **self.defaults)
             self.state = self.optim.state
         self._consolidated = None
-        self.is_absent = self._scaled = False
+        self.is_absent = False
+        self._end_look()
         # All ranks compare again, as those that have come anew do.
         self._compared = self.reduces_gradients or self.world_size == 1
         self._queue.forget()

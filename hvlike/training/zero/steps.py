@@ -107,53 +107,69 @@ class ShardedSteps:
 
     def _job(self, backend: Backend, command: StepCommand | None) -> Coroutine[int]:
         """Run a job of this rank's program or, on an absent rank (None), of the others; return how many are active."""
-        active, size = command is not None, self._partition.ranks
         if self._incomplete is not None and self._incomplete == self._serial:
             # All ranks know that one is absent. In a queue that was opened anew none is known to be.
-            there, command = yield from self._exchange_command(backend, command)
-            if command is None:
-                return 0
-            kind, present = command.kind, len(there)
-            if kind == CLIP:
-                yield from self._clip(backend, **command.arguments)
-            elif kind == UPDATE:
-                yield from self._catch_up(backend, there, command)
-            elif self._reduction is not None:
-                yield from self._reduction.run(backend, active=active, incomplete=True)
-        elif command is not None and command.kind == CLIP:
+            return (yield from self._run_as_told(backend, command))
+        if command is not None and command.kind == CLIP:
             # It follows a reduction: a rank that was absent then would be known.
             yield from self._clip(backend, **command.arguments)
-            return size
+            return self._partition.ranks
+        return (yield from self._run_counting(backend, command))
+
+    def _run_as_told(self, backend: Backend, command: StepCommand | None) -> Coroutine[int]:
+        """Run a job where some rank is absent: the highest active one says what comes next."""
+        active = command is not None
+        there, command = yield from self._exchange_command(backend, command)
+        if command is None:
+            return 0
+        if command.kind == CLIP:
+            yield from self._clip(backend, **command.arguments)
+        elif command.kind == UPDATE:
+            yield from self._catch_up(backend, there, command)
+        elif self._reduction is not None:
+            yield from self._reduction.run(backend, active=active, incomplete=True)
+            self._leave_out_absent(len(there))
+        return len(there)
+
+    def _run_counting(self, backend: Backend, command: StepCommand | None) -> Coroutine[int]:
+        """Run a job where all ranks may be active, and count them; an absent one knows which job it can only be."""
+        active = command is not None
+        kind = UPDATE if self._reduction is None else REDUCE
+        if command is not None:
+            kind = command.kind
+        reduction = self._reduction if kind == REDUCE else None
+        lacks = active and reduction is not None and reduction.is_incomplete
+        # First, so that a rank that fails in its work has been counted: the others end their step.
+        failed = FAILED * (self._own_failure is not None)
+        count = yield from backend.count_active(active + INCOMPLETE * lacks + failed)
+        present = active_ranks(count)
+        if not present:
+            # The end of a Join context: gradients that a program holds meanwhile stay.
+            return 0
+        if reduction is not None:
+            yield from reduction.run(backend, active=active, incomplete=count >= INCOMPLETE)
         else:
+            yield from self._exchange.run(backend)
+        if present < self._partition.ranks:
             # The first job after a rank has become absent.
-            kind = UPDATE if self._reduction is None else REDUCE
-            if command is not None:
-                kind = command.kind
-            lacks = active and kind == REDUCE and self._reduction is not None and self._reduction.is_incomplete
-            # First, so that a rank that fails in its work has been counted: the others end their step.
-            failed = FAILED * (self._own_failure is not None)
-            count = yield from backend.count_active(active + INCOMPLETE * lacks + failed)
-            present = active_ranks(count)
-            if not present:
-                # The end of a Join context: gradients that a program holds meanwhile stay.
-                return 0
-            if kind == REDUCE and self._reduction is not None:
-                yield from self._reduction.run(backend, active=active, incomplete=count >= INCOMPLETE)
+            self._incomplete = self._serial
+            if reduction is not None:
+                self._leave_out_absent(present)
             else:
-                yield from self._exchange.run(backend)
-            if 0 < present < size:
-                self._incomplete = self._serial
-                if kind == UPDATE:
-                    there, command = yield from self._exchange_command(backend, command)
-                    if command is not None:
-                        yield from self._catch_up(backend, there, command)
-            elif count >= FAILED:
-                yield from self._tell_failure(backend)
-        if kind == REDUCE and self.divides_by_active and 0 < present < size:
-            gradients = [each.grad.detach() for each in self._own if each.grad is not None]
+                there, command = yield from self._exchange_command(backend, command)
+                if command is not None:
+                    yield from self._catch_up(backend, there, command)
+        elif count >= FAILED:
+            yield from self._tell_failure(backend)
+        return present
+
+    def _leave_out_absent(self, present: int) -> None:
+        """Make averages over all ranks, in which absent ones count as zeros, averages over the others, if so asked."""
+        size = self._partition.ranks
+        if self.divides_by_active and present < size:
+            gradients = [parameter.grad.detach() for parameter in self._own if parameter.grad is not None]
             if gradients:
                 torch._foreach_mul_(gradients, size / present)
-        return present
 
     def _catch_up(self, backend: Backend, present: Sequence[int], command: StepCommand) -> Coroutine[None]:
         if self._reduction is None:
