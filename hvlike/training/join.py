@@ -1,9 +1,4 @@
-"""Join: the context manager that lets ranks have different numbers of inputs.
-
-A heartbeat is one number that is summed up over the ranks in each iteration: 1 from ranks with inputs, 0 from others.
-It is needed where a Joinable of the user's own communicates, and to throw on early termination. hvlike's own joinables
-carry the count in their reductions.
-"""
+"""Join: the context manager that lets ranks have different numbers of inputs."""
 
 from __future__ import annotations
 
@@ -11,45 +6,12 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
 
-import torch
-
-from hvlike.backends.arithmetic.reduce_op import ReduceOp
 from hvlike.backends.operation import Operation
-from hvlike.collectives.api.allreduce import allreduce_async
-from hvlike.collectives.api.barrier_join import begin_join, end_join, find_common_rank, set_away, submit_join
-from hvlike.collectives.requests.join_protocol import (
-    JOIN_KEY,
-    LEAVE_KEY,
-    JoinEnd,
-    JoinFailure,
-    JoinScope,
-    LeaveEnd,
-    LeaveRequest,
-)
 from hvlike.collectives.requests.process_set import ProcessSet, global_process_set
-from hvlike.collectives.requests.request import RequestKey
-from hvlike.collectives.session.context import current
-from hvlike.errors import (
-    HorovodInternalError,
-    InputsExhaustedError,
-    JoinError,
-    NotJoinableError,
-    UsageError,
-    WrongTypeError,
-)
+from hvlike.errors import NotJoinableError, UsageError, WrongTypeError
 from hvlike.training.gradients.reduction import ranks_of_group
-from hvlike.training.gradients.usage_errors import warn_user
+from hvlike.training.join_round import JoinRound
 from hvlike.training.joinable import BuiltInHook, Joinable, JoinConfig
-
-WARN_THRESHOLD = 1000  # Iterations that a rank may miss without a warning
-
-
-def _sum(handle: Operation) -> int:
-    return int(handle.result().item())
-
-
-def early_termination() -> RuntimeError:
-    return RuntimeError("Detected at least one rank that exhausted inputs. Throwing across all ranks.")
 
 
 class Join:
@@ -106,8 +68,9 @@ class Join:
         self._throws = throw_on_early_termination
         self._beats = self._throws or not planned
         self._what = ", ".join(type(joinable).__name__ for joinable in self._joinables)
-        self._inside = False
+        self._round: JoinRound | None = None  # While the context is entered
         self._authority = -1
+        self._absent = False  # Some rank has missed an iteration. In post hooks.
 
     @property
     def authority(self) -> int:
@@ -124,16 +87,8 @@ class Join:
         for joinable in self._joinables:
             if getattr(joinable, "_join_context", None) is not None:
                 raise UsageError(f"{type(joinable).__name__} is in a Join context already. Leave that one first.")
-        self._rank = current().world.rank
-        self._set_state = current().find_set(self._process_set, "Join")
-        self._contexts = self._set_state.rounds
-        self._number = number = self._contexts.enter()
-        current().fabric.loop.perform(lambda: self._contexts.begin(number))
-        self._inside = True
-        self._authority = -1
-        self._absent = False  # Some rank has missed an iteration. In post hooks.
-        self._thrown = self._warned = False
-        self._heartbeats = 0
+        running = self._round = JoinRound(self._process_set, self._what)
+        self._authority, self._absent = -1, False
         for place, joinable in enumerate(self._joinables):
             joinable._join_config = JoinConfig(True, self._throws, place == 0)
             joinable._join_context = self
@@ -141,7 +96,7 @@ class Join:
             for hook in self._built_in:
                 hook.joinable._join_begins(divides_by_active=hook.divides_by_active)
         except BaseException as error:
-            self._leave(error)
+            self._leave(running, error)
             raise
         return self
 
@@ -149,15 +104,16 @@ class Join:
         self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
     ) -> None:
         """End the body: see the class. Collective over the process set; blocks."""
-        if not self._inside:
+        running = self._round
+        if running is None:
             return
         if value is None:
             try:
-                self._finish()
+                self._finish(running)
             except BaseException as failure:
-                self._leave(failure)
+                self._leave(running, failure)
                 raise
-        self._leave(value)
+        self._leave(running, value)
 
     # In the body
 
@@ -184,153 +140,31 @@ class Join:
         if context is None or not context._beats:
             # A planned reduction finds a failed rank by itself, in the same step on every rank.
             return None
-        context._contexts.check()
-        if context._thrown:
-            raise early_termination()
-        if not joinable._join_config.is_first_joinable:
-            return None
-        handle = context._heartbeat(active=True)
-        if context._throws and _sum(handle) < context._set_state.group.size:
-            context._thrown = True
-            raise early_termination()
-        return handle
-
-    @property
-    def _next_heartbeat(self) -> RequestKey:
-        """Key of the heartbeat that begins next. Each has its own name: it may begin before the last one has ended."""
-        return ("allreduce", f"Join.{self._number}.heartbeat.{self._heartbeats + 1}")
-
-    def _heartbeat(self, *, active: bool) -> Operation:
-        """Begin a heartbeat: its sum is the number of ranks with inputs. Collective over the set."""
-        _, name = self._next_heartbeat
-        self._heartbeats += 1
-        mine = torch.tensor([float(active)], device="cpu")
-        return allreduce_async(mine, name=name, op=ReduceOp.SUM, process_set=self._process_set)
+        running = context._round
+        assert running is not None
+        return running.beat(throws=context._throws, is_first=joinable._join_config.is_first_joinable)
 
     # After the body
 
-    def _finish(self) -> None:
+    def _finish(self, running: JoinRound) -> None:
         """Take part in iterations of other ranks until none has inputs, then run the hooks. Collective; blocks."""
-        if self._thrown:
-            raise early_termination()
-        for hook in self._built_in:
-            hook.joinable._join_leaves()
-        self._contexts.check()
-        if self._throws:
-            if _sum(self._heartbeat(active=False)):
-                self._thrown = True
-                raise InputsExhaustedError(f"Rank {self._rank} exhausted all inputs.")
-            missed, last = 0, self._rank
-        else:
-            missed, last = self._stand_in()
-        self._authority, self._absent = find_common_rank(f"Join.{self._number}", missed, last, self._process_set)
-        is_last_joiner = not missed
-        for each in self._hooks:
-            if isinstance(each, BuiltInHook):
-                each.joinable._join_ends(self)
+        missed, self._authority, self._absent = running.finish(self._hooks, beats=self._beats, throws=self._throws)
+        for hook in self._hooks:
+            if isinstance(hook, BuiltInHook):
+                hook.joinable._join_ends(self)
             else:
                 # By position, as torch does: a hook may give its parameter another name.
-                each.post_hook(is_last_joiner)
+                hook.post_hook(not missed)
 
-    def _stand_in(self) -> tuple[int, int]:
-        """Return how many iterations this rank has missed, and the rank that joined last."""
-        set_state = self._set_state
-        planned, marks = set_state.proxies.planned, set_state.proxies.marks()
-        everything = not self._beats
-        try:
-            set_away(set_state, True, inline=everything)
-            set_state.proxies.check_idle("The Join context was left")
-            scope = JoinScope.EVERYTHING if everything else JoinScope.PLANS
-            handle = begin_join(set_state, planned, marks, scope, f"left its Join context of {self._what}")
-            missed = self._run_main_hooks() if self._beats else 0
-            end: JoinEnd = self._wait_beside_proxies(JOIN_KEY, handle).result()
-            end_join([set_state], [end])
-        finally:
-            set_away(set_state, False)
-        return max(missed, set_state.proxies.missed), end.last
-
-    def _run_main_hooks(self) -> int:
-        missed = 0
-        while _sum(self._wait_beside_proxies(self._next_heartbeat, self._heartbeat(active=False))):
-            for hook in self._hooks:
-                hook.main_hook()
-            missed += 1
-            self._warn(missed)
-        return missed
-
-    def _wait_beside_proxies(self, key: RequestKey, handle: Operation) -> Operation:
-        """Wait, while proxies take part in planned steps; raise their errors: other ranks would wait for this one."""
-        proxies = self._set_state.proxies
-
-        def has_news() -> bool:
-            warn = proxies.missed > WARN_THRESHOLD and not self._warned
-            return handle.done() or warn or proxies.error() is not None
-
-        while not handle.done():
-            self._set_state.controller.wait(key, has_news, None)
-            self._warn(proxies.missed)
-            error = proxies.error()
-            if error is not None and not handle.done():
-                raise error
-        return handle
-
-    def _warn(self, missed: int) -> None:
-        if missed > WARN_THRESHOLD and not self._warned:
-            self._warned = True
-            warn_user(
-                f"Detected uneven input skew of greater than {WARN_THRESHOLD}. This means that rank {self._rank} has "
-                f"at least {WARN_THRESHOLD} fewer inputs than other currently-active ranks. This level of skew could "
-                "lead to performance degradation during training.",
-                UserWarning,
-            )
-
-    # The end
-
-    def _leave(self, error: BaseException | None) -> None:
+    def _leave(self, running: JoinRound, error: BaseException | None) -> None:
         """Leave together with all other ranks; `error` is what this rank raises. Collective over the set; blocks."""
-        self._inside = False
         try:
-            self._leave_with_all(error)
+            running.leave(self._built_in, error)
         finally:
             for joinable in self._joinables:
                 joinable._join_config = JoinConfig.construct_disabled_join_config()
                 joinable._join_context = None
-
-    def _leave_with_all(self, error: BaseException | None) -> None:
-        controller = self._set_state.controller
-        if error is not None and not isinstance(error, JoinError) and not self._thrown:
-            failure = JoinFailure(self._describe(error), self._set_state.proxies.steps())
-            controller.report_failure(self._number, failure)
-        failed = error is not None
-        try:
-            proxies = self._set_state.proxies
-            request = LeaveRequest(controller.names.counts(), proxies.spare_queues(), failed)
-            handle = submit_join(self._set_state, LEAVE_KEY, request, self._contexts.end)
-            if error is not None and not isinstance(error, (Exception, KeyboardInterrupt)):
-                # The program ends: wait for no other rank.
-                return
-            end: LeaveEnd = handle.result()
-            failed = end.failed
-        except HorovodInternalError:
-            failed = True
-            current().fabric.loop.perform(lambda: self._contexts.end(None))
-            if error is None:
-                raise
-            return
-        finally:
-            # Only now have all half-done steps ended.
-            for hook in self._built_in:
-                if failed:
-                    hook.joinable._join_fails()
-        if error is None and end.error is not None:
-            raise JoinError(str(end.error))
-
-    def _describe(self, error: BaseException) -> JoinError:
-        text = f"{type(error).__name__}: {error}".removesuffix(": ").removesuffix(".")
-        return JoinError(
-            f"Rank {self._rank} has left the Join context of {self._what} with {text}. All ranks have left it. They "
-            "may have made different numbers of steps: broadcast one rank's parameters before you go on."
-        )
+            self._round = None
 
 
 def _common_process_set(joinables: Sequence[Joinable]) -> ProcessSet:

@@ -215,7 +215,7 @@ def test_unnamed_operations_match_again_afterwards(hvd: ModuleType) -> None:
 
 def test_who_misses_a_thousand_iterations_is_warned_once(hvd: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     rank, size = hvd.rank(), hvd.size()
-    monkeypatch.setattr("hvlike.training.join.WARN_THRESHOLD", 3)
+    monkeypatch.setattr("hvlike.training.join_round.WARN_THRESHOLD", 3)
     counter = Counter()
 
     def run() -> None:

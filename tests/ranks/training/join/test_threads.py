@@ -94,7 +94,7 @@ def test_another_thread_goes_on(
             wait_for(tried.exists)
             return begin_join(*arguments)
 
-        for module in ("training.join", "collectives.api.barrier_join"):
+        for module in ("training.join_round", "collectives.api.barrier_join"):
             monkeypatch.setattr(f"hvlike.{module}.begin_join", begin_later)
     first, second = Training(hvd, "first"), Training(hvd, "second", zero=what == "zero")
     for each in (first, second, second):
