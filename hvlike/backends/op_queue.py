@@ -2,6 +2,11 @@
 
 Every rank must submit the same jobs in the same order. That order is agreed per op queue, so whatever has an
 order of its own (the negotiated requests of a process set, the plan of an optimizer) has an op queue of its own.
+
+    held        given, and nobody has started it: a thread that is about to wait may drive it
+    waiting     started; the loop takes it when its turn comes
+    running     it has the turn: a thread takes its steps as long as they move, or the loop does
+    ended       well or with an error; an error ends all that comes after it, too
 """
 
 from __future__ import annotations
@@ -11,7 +16,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterable
 from functools import partial
-from threading import Lock
+from threading import Lock, get_ident
 from typing import TYPE_CHECKING, Any
 
 from hvlike.backends.base import Backend, SoloBackend
@@ -28,7 +33,7 @@ from hvlike.errors import HorovodInternalError, LaunchError, ShutdownError
 from hvlike.system.system import system
 from hvlike.transport.fabric import Fabric
 from hvlike.transport.host import mpi_library
-from hvlike.transport.loop.coroutine import Coroutine, Task, Wait, second_driver
+from hvlike.transport.loop.coroutine import Coroutine, Task, Wait
 from hvlike.transport.world import Group
 
 if TYPE_CHECKING:
@@ -53,13 +58,14 @@ class OpQueue:
         self.drives = not isinstance(backend, SoloBackend)  # A thread that waits may take its steps
         self._calls_mpi = not isinstance(backend, SharedBackend)
         self.spin = fabric.spin  # How long `drive` waits before it leaves a job to the loop, which can sleep
-        self._jobs: deque[tuple[Coroutine[None], Operation]] = deque()
-        self._last: Operation | None = None  # What it was given last; all before that have ended when this has
-        self._running: Task[None] | None = None
+        self._jobs: deque[tuple[Coroutine[None], Operation]] = deque()  # That have not begun
+        self._held = False  # Threads may drive these; the loop takes none before somebody starts them
+        self._turn = Lock()  # Taken as long as a job is running, by the thread that drives it or for the loop
+        self._driver = 0  # The thread that drives, or tells how what it has driven has ended
+        self._running: Task[None] | None = None  # What the loop has
         self.broken: BaseException | None = None
         self.peer_left: HorovodInternalError | None = None
         """Why a rank of the group takes no part any more; the reason where another rank gives a job up for that."""
-        self._driving = Lock()
 
     def run(
         self, job: Job, operation: Operation | None = None, *, drive: bool = False, wake: bool = False
@@ -68,46 +74,102 @@ class OpQueue:
 
         operation: what ends with what the job returns or raises; None: a new one. drive: the caller is about to wait.
         Where nothing else is in flight here, its thread takes the steps of the job as long as they move. All else is
-        for the loop. wake: nobody is about to drive that. Raises: StateError where another thread drives this queue;
-        what is no Exception (KeyboardInterrupt), once the operation has ended with it.
+        for the loop. wake: nobody is about to drive that. Raises: what is no Exception (KeyboardInterrupt), once the
+        operation has ended with it.
         """
         operation = operation or Operation()
-        alone = self._last is None or self._last.done()
-        self._last = operation
-        loop = self._fabric.loop
-        work = self._work(job, operation)
-        if drive and alone and self.drives and self.broken is None and not self.recorder.on:
-            if self._drive(work, operation):
-                return operation
-            wake = False
-        # In this order, whichever thread has the loop look at them first.
-        self._jobs.append((work, operation))
-        if loop.drives_here:
-            self._look()
+        if drive and not self._jobs and self._threads_may_drive() and self._turn.acquire(blocking=False):
+            self._drive(self._work(job, operation), operation, wake=wake)
         else:
-            loop.post(self._look, wake=wake)
+            self.give(job, operation)
+            self.start(wake=wake)
         return operation
+
+    def give(self, job: Job, operation: Operation, *, hold: bool = False) -> None:
+        """Put a job behind all that this queue was given before, for `start`. One thread at a time gives it jobs.
+
+        hold: threads may drive it, and the loop leaves it alone until then, unless it is still to come to others.
+        """
+        self._held = hold and (self._held or not self._jobs)
+        self._jobs.append((self._work(job, operation), operation))
+
+    def start(self, *, drive: bool = False, wake: bool = False) -> None:
+        """Have all jobs begin that it was given. Any thread. drive, wake: as in `run`, for those that are held."""
+        # What is called back here may start jobs, which shall not be driven one within the other.
+        if drive and self._driver != get_ident():
+            wake = self._drive_held(wake)
+        if self._jobs:
+            self._held = False
+            loop = self._fabric.loop
+            if loop.drives_here:
+                self._look()
+            else:
+                loop.post(self._look, wake=wake)
+
+    def flush(self) -> None:
+        """Leave what is held to the loop, unless a thread drives it already. Any thread."""
+        if self._held and self._jobs and not self._driver:
+            self.start(wake=True)
+
+    def wait(self, operation: Operation, seconds: float | None = None) -> bool:
+        """Block until an operation of this queue has ended; False when `seconds` have passed before. Any thread."""
+        self.start(drive=True)
+        operation.awaited = True
+        return self._fabric.loop.wait(operation.done, seconds)
+
+    def _threads_may_drive(self) -> bool:
+        return self.drives and self.broken is None and not self.recorder.on
 
     def _work(self, job: Job, operation: Operation) -> Coroutine[None]:
         operation.begin()
         operation.value = yield from job(self.backend)
 
-    def _drive(self, work: Coroutine[None], operation: Operation) -> bool:
-        """Take the steps of a job in this thread. False where a peer lets it wait: the loop can sleep meanwhile."""
-        if not self._driving.acquire(blocking=False):
-            raise second_driver(f"op queue {self.number} of process set {self.group.number}")
-        error: BaseException | None = None
+    def _take(self, *, held: bool) -> tuple[Coroutine[None], Operation] | None:
+        """Take the turn and the next job; None where another one is running, or the next is not for who asks."""
+        while self._jobs and self._held is held and self._turn.acquire(blocking=False):
+            if self._jobs and self._held is held:
+                return self._jobs.popleft()
+            self._turn.release()
+        return None
+
+    def _drive_held(self, wake: bool) -> bool:
+        """Drive what is held, in its order, in this thread. Returns whether to wake the loop for what is left."""
+        me, driven = get_ident(), False
         try:
-            if not self._advance(work):
-                return False
+            while self._threads_may_drive() and (taken := self._take(held=True)) is not None:
+                self._driver = me
+                if not self._drive(*taken, wake=wake):
+                    return wake
+                driven = True
+        finally:
+            if self._driver == me:
+                self._driver = 0
+        # What is left is of other threads: this one may go on without waiting.
+        return wake or driven
+
+    def _drive(self, work: Coroutine[None], operation: Operation, *, wake: bool) -> bool:
+        """Take the steps of a job in this thread, with the turn. False where a peer lets it wait: the loop can sleep
+        meanwhile, and has the turn now.
+        """
+        error: BaseException | None = None
+        moves = True
+        try:
+            moves = self._advance(work)
         except BaseException as raised:
             error = self._lose(raised)
             if not isinstance(raised, Exception):
                 operation.end(error)
                 raise
         finally:
-            self._driving.release()
+            if moves:
+                self._turn.release()
+        if not moves:
+            self._fabric.loop.post(partial(self._begin, work, operation), wake=wake)
+            return False
         operation.end(error)
+        if operation.awaited:
+            # By another thread, which may sleep.
+            self._fabric.loop.post(_nothing)
         return True
 
     def _advance(self, work: Coroutine[None]) -> bool:
@@ -136,14 +198,13 @@ class OpQueue:
         return True
 
     def _look(self) -> None:
-        if self._running is None:
-            self._next()
+        """Have the loop take the next job, if it may; in the loop."""
+        taken = self._take(held=False)
+        if taken is not None:
+            self._begin(*taken)
 
-    def _next(self) -> None:
-        if not self._jobs:
-            self._running = None
-            return
-        work, operation = self._jobs.popleft()
+    def _begin(self, work: Coroutine[None], operation: Operation) -> None:
+        """Start or go on with a job that has the turn; in the loop."""
         if self.broken is not None:
             # It may have begun: the queue was ended while a thread drove it.
             work.close()
@@ -152,7 +213,9 @@ class OpQueue:
 
     def _ended(self, operation: Operation, task: Task[None]) -> None:
         operation.end(None if task.error is None else self._lose(task.error))
-        self._next()
+        self._running = None
+        self._turn.release()
+        self._look()
 
     def _lose(self, error: BaseException) -> BaseException:
         """The error to raise where a job has ended with `error`: the ranks no longer agree on where they are."""
@@ -167,7 +230,7 @@ class OpQueue:
 
     @property
     def idle(self) -> bool:
-        return self._running is None and not self._jobs
+        return not (self._jobs or self._turn.locked())
 
     def fail(self, error: BaseException) -> None:
         """End what runs and what waits with `error`. From inside the loop."""
@@ -177,6 +240,8 @@ class OpQueue:
             self.device.abort(error)
         if self._running is not None:
             self._fabric.loop.cancel(self._running, error)
+        self._held = False
+        self._look()
 
     def watch(self, now: float) -> HorovodInternalError | None:
         """End the queue if something has gone wrong on the device, and say what; a few times a second. In the loop."""
@@ -189,6 +254,10 @@ class OpQueue:
         """Give the backend back; what still waits ends with ShutdownError. From inside the loop."""
         self.fail(ShutdownError("hvlike was shut down, or the process set removed, while this was in flight"))
         self.backend.close()
+
+
+def _nothing() -> None:
+    pass
 
 
 def open_queue(

@@ -41,10 +41,12 @@ class Operation:
     the operation out by itself.
     """
 
-    __slots__ = ("_callbacks", "cleared", "error", "fence", "number", "state", "value", "waiter")
+    __slots__ = ("_callbacks", "awaited", "cleared", "error", "fence", "number", "state", "value", "waiter")
 
     def __init__(self) -> None:
         self.number = next(_numbers)
+        self.awaited = False
+        """A thread may sleep in the loop until it has ended, wherever it runs."""
         self.cleared = False
         self.state = _WAITING
         self.value: Any = None

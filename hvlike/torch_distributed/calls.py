@@ -1,19 +1,24 @@
 """The calls of a group of torch.distributed, one after the other on an op queue of its own.
 
-    call n      every member numbers its calls: call n of one is call n of all. No name, no agreement.
-    drive       where nothing is in flight, a thread that waits takes the steps of its call itself; so does any caller
-                that has no core to spare for the loop, or the end of backward for those from within it
-    submit      all else waits in the op queue, and the loop advances it
+Every member numbers its calls: call n of one is call n of all. No name, no agreement. The op queue decides which thread
+takes the steps of a call (backends/op_queue.py). Calls are held there as long as they may wait for a thread of torch's:
 
-The watchdog (watchdog.py) knows what is in flight and how the group ends.
+    of a GPU                        not held: it may call for the loop
+    asynchronous, a core to spare   not held: the loop takes it at once
+    the caller waits                started by the caller, in whichever thread it is: the main one, one of autograd's
+    asynchronous, no core           started by the caller, who drives it as long as it moves; then the loop has it
+    the same, in a backward         held: the loop would take the core from the backward. Started by the end of that
+                                    (`_Backward`), by any thread that waits for it, by the next call that is not held,
+                                    by a look at `is_completed`, or by the watchdog, a few times a second in the loop
+
+A call ends in the thread that drives it or in the loop; futures are completed there, or from the loop in a thread of
+its pool. The watchdog (watchdog.py) knows what is in flight and how the group ends.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 from functools import partial
-from threading import get_ident
 from typing import Any
 
 import torch
@@ -32,6 +37,7 @@ from hvlike.torch_distributed.watchdog import Watchdog
 from hvlike.torch_distributed.work import Work
 from hvlike.transport.host import mpi_library
 from hvlike.transport.loop.coroutine import Coroutine
+from hvlike.transport.loop.loop import Loop
 from hvlike.transport.world import Group
 from hvlike.untraced import untraced
 
@@ -49,10 +55,7 @@ class CallQueue:
         self._directory = directory_of(context)
         self.watchdog = Watchdog(name, queue, self._directory, self.loop, stall_limits(context.knobs).report_seconds)
         self._lock = system.Lock()
-        self._held: deque[tuple[Job, Work]] = deque()  # Calls that nobody has begun yet
-        self._driver = 0  # The thread that drives calls, one after the other
-        self._backward = self._last_backward = -1  # By autograd's number: the one with calls held, and the last one
-        self._of_backward: list[Work] = []
+        self._backward: _Backward | None = None  # The last one in which a call was held
         self._directory.groups[name] = self
 
     @property
@@ -88,89 +91,40 @@ class CallQueue:
         mpi_library.check_not_forked()
         kind = tensors[0].device.type if tensors else "cpu"
         limit = self.seconds if seconds is None else seconds
+        of_gpu = kind in KINDS
+        drive = not of_gpu and (waits or not self._context.overlaps)
         with self._lock:
             work = Work(self, self.watchdog.number(what, tensors), what, outputs, limit)
-            if kind in KINDS:
+            if of_gpu:
                 job = self._on_device(kind, job, tensors, also, work)
             self.watchdog.begins(work)
             work.operation.then(partial(self._ended, work))
-            self._held.append((job, work))
-            if self._driver and self._driver != get_ident():
+            self.queue.give(job, work.operation, hold=drive)
+            if drive and not waits and self._waits_for_backward(work):
                 return work
-            if self._driver or kind in KINDS or (self._context.overlaps and not waits):
-                # This thread drives already where a callback of a future that has ended makes the call.
-                self._hand_over(wake=self._driver > 0 or not waits)
-                return work
-            if not waits and self._waits_for_backward(work):
-                return work
-            self._driver = get_ident()
-        self._drive(waits=waits)
+        self.queue.start(drive=drive, wake=not waits)
         return work
-
-    def _hand_over(self, *, wake: bool) -> None:
-        """Leave what is held to the loop; with the lock held."""
-        while self._held:
-            job, work = self._held.popleft()
-            self.queue.run(job, work.operation, wake=wake)
-
-    def _drive(self, *, waits: bool) -> None:
-        """Drive what is held, in its order, as far as nothing before it is in the loop. This thread alone may."""
-        try:
-            while True:
-                try:
-                    job, work = self._held.popleft()
-                except IndexError:
-                    return
-                self.queue.run(job, work.operation, drive=True, wake=not waits)
-                if work.waited_for or not (work.ended or waits):
-                    # Another thread waits for it; or the background thread has to go on, as this one does not wait.
-                    self.loop.post(_nothing)
-        finally:
-            with self._lock:
-                self._driver = 0
-                self._hand_over(wake=True)
 
     def _ended(self, work: Work, operation: Operation) -> None:
         self.watchdog.ends(work, operation)
         work.tell()
 
     def _waits_for_backward(self, work: Work) -> bool:
-        """Leave a call that is made in backward to the end of it: there is no core to spare before. With the lock held.
+        """Leave a call to the end of the backward in which it is made, if it is one. With the lock held.
 
         torch's DDP then waits for its buckets in C++, but only after what is called back here has driven them.
         """
-        backward = torch._C._current_graph_task_id()
-        if backward in (-1, self._last_backward):
+        number = torch._C._current_graph_task_id()
+        if number == -1:
             return False
-        if backward != self._backward:
-            self._backward, self._of_backward = backward, []
-            torch.autograd.Variable._execution_engine.queue_callback(self._after_backward)
-        self._of_backward.append(work)
-        return True
-
-    @untraced
-    def _after_backward(self) -> None:
-        self._last_backward = self._backward
-        self._drive_held()
-        works, self._of_backward = self._of_backward, []
-        if not self.loop.wait(lambda: all(each.ended for each in works), LATE_SECONDS):
-            # A peer is late, and what it waits for may come after this backward.
-            self.loop.post(_nothing)
-
-    def _drive_held(self) -> None:
-        """Drive what is held, unless another thread does that."""
-        with self._lock:
-            if not self._held or self._driver:
-                return
-            self._driver = get_ident()
-        self._drive(waits=True)
+        backward = self._backward
+        if backward is None or backward.number != number:
+            self._backward = backward = _Backward(self.queue, self.loop, number)
+        return backward.hold(work)
 
     def flush(self) -> None:
         """Have the loop do what is held. Any thread."""
-        if self._held:
-            with self._lock:
-                if not self._driver:
-                    self._hand_over(wake=True)
+        self.queue.flush()
 
     def _on_device(self, kind: str, job: Job, tensors: Sequence[torch.Tensor], also: Any, work: Work) -> Job:
         runtime, device, ready = runtime_of(kind), tensors[0].device, events_of(kind, tensors)
@@ -191,8 +145,6 @@ class CallQueue:
 
     def wait_for(self, work: Work, seconds: float | None) -> None:
         """Wait until a work has ended, at most so many seconds; reports who is missing in a long wait."""
-        work.waited_for = True
-        self._drive_held()
         self.watchdog.wait(work, seconds)
 
     def explained(self, error: BaseException, work: Work) -> BaseException:
@@ -207,15 +159,42 @@ class CallQueue:
 
     def end(self, error: BaseException) -> None:
         """End what is in flight, and every later call. Any thread but the loop's."""
-        self.loop.perform(lambda: self.queue.fail(error))
         # What is held during a backward ends, too: a future of it may be waited for in C++.
-        self.flush()
+        self.loop.perform(lambda: self.queue.fail(error))
 
     def close(self) -> None:
         """The group is destroyed on this rank. Any thread but the loop's; blocks for a moment."""
         self.loop.perform(self.watchdog.tell)
         self._directory.groups.pop(self.name, None)
         self.end(ShutdownError(f"the group {self.name!r} of torch.distributed was destroyed on this rank"))
+
+
+class _Backward:
+    """A backward in which calls are held, from the first of them to its end."""
+
+    def __init__(self, queue: OpQueue, loop: Loop, number: int) -> None:
+        """number: autograd's. Called within it, in the thread that runs it."""
+        self.number = number
+        self._queue = queue
+        self._loop = loop
+        self._works: list[Work] = []
+        self._has_ended = False
+        torch.autograd.Variable._execution_engine.queue_callback(self._end)
+
+    def hold(self, work: Work) -> bool:
+        """Note that a call waits for the end; False where that has come: other functions are called back then, too."""
+        if not self._has_ended:
+            self._works.append(work)
+        return not self._has_ended
+
+    @untraced
+    def _end(self) -> None:
+        self._has_ended = True
+        self._queue.start(drive=True)
+        works, self._works = self._works, []
+        if not self._loop.wait(lambda: all(work.ended for work in works), LATE_SECONDS):
+            # A peer is late, and what it waits for may come after this backward: the background thread goes on.
+            self._loop.post(_nothing)
 
 
 def _nothing() -> None:

@@ -76,7 +76,7 @@ class Watchdog:
         mpi_library.check_not_forked()
         until = None if seconds is None else system.monotonic() + seconds
         turn = min((each for each in (self._report_seconds, seconds) if each is not None), default=None)
-        while not self._loop.wait(lambda: work.ended, turn):
+        while not self._queue.wait(work.operation, turn):
             missing = describe_missing(self._directory.ask_all(self, work), work.number)
             if work.ended:
                 return

@@ -38,7 +38,6 @@ class Work(_WorkBase):
         self.operation = Operation()
         self.source = -1
         self.devices: list[int | str | torch.device] = []  # The GPU of its tensors
-        self.waited_for = False  # By a thread, from another one than that which drives the call
         self.outputs = outputs
         self._calls = calls
         self._error: BaseException | None = None  # That of the operation, explained

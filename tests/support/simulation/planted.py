@@ -112,8 +112,8 @@ PLANTS = [
         "the last job of a queue comes first",
         (
             "backends/op_queue.py",
-            "        work, operation = self._jobs.popleft()\n",
-            "        work, operation = self._jobs.pop()\n",
+            "return self._jobs.popleft()\n",
+            "return self._jobs.pop()\n",
         ),
     ),
     plant(

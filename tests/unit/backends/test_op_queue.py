@@ -1,16 +1,18 @@
 """An op queue on a loop of its own: what the calling thread drives itself, and what it leaves to the loop."""
 
+import inspect
 import math
 import os
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from hvlike.backends.base import SoloBackend
+from hvlike.backends.base import Backend, SoloBackend
 from hvlike.backends.op_queue import OpQueue
 from hvlike.backends.operation import Operation, OperationState
 from hvlike.system.mapped_memory import Segment
@@ -173,3 +175,143 @@ def test_another_thread_that_drives_the_loop_does_it(bench: Bench) -> None:
     leave.set()
     assert operation.result(30.0) == 1
     assert len(taken) == 1
+
+
+def given(bench: Bench, order: list[str], name: str, *, hold: bool = True) -> Operation:
+    """Give the queue a job that notes which thread has run it."""
+
+    def job() -> Coroutine[None]:
+        order.append(f"{name} in {'this' if threading.get_ident() == here else 'another'} thread")
+        yield Wait.AGAIN
+
+    here = threading.get_ident()
+    bench.spin.queue_seconds = bench.spin.network_seconds = math.inf
+    operation = Operation()
+    bench.queue.give(lambda backend: job(), operation, hold=hold)
+    return operation
+
+
+def test_what_is_held_waits_for_a_thread_that_drives_it(bench: Bench) -> None:
+    order: list[str] = []
+    held = [given(bench, order, name) for name in "ab"]
+    bench.loop.start(counted(1, Wait.POLL, []))
+    time.sleep(0.05)
+    assert order == []
+    assert not bench.queue.idle
+    assert bench.queue.wait(held[1], 30.0)
+    assert order == ["a in this thread", "b in this thread"]
+    assert [each.done() for each in held] == [True, True]
+
+
+def test_what_is_held_goes_with_what_the_loop_is_given(bench: Bench) -> None:
+    order: list[str] = []
+    held = given(bench, order, "a")
+    for_loop = given(bench, order, "b", hold=False)
+    bench.queue.start(drive=True, wake=True)
+    while not for_loop.done():
+        time.sleep(0.001)
+    assert held.done()
+    assert order == ["a in another thread", "b in another thread"]
+
+
+def test_the_loop_leaves_alone_what_is_held_while_it_has_a_job(bench: Bench) -> None:
+    order: list[str] = []
+    arrived = threading.Event()
+
+    def waiting() -> Coroutine[None]:
+        while not arrived.is_set():
+            yield Wait.POLL
+
+    first = bench.run(waiting())
+    held = given(bench, order, "a")
+    arrived.set()
+    assert first.wait(30.0)
+    assert order == []
+    # As the watchdog does.
+    bench.queue.flush()
+    assert bench.queue.wait(held, 30.0)
+    assert len(order) == 1
+
+
+def test_held_jobs_end_with_their_queue(bench: Bench) -> None:
+    order: list[str] = []
+    held = given(bench, order, "a")
+    bench.loop.perform(lambda: bench.queue.fail(KeyError("expected")))
+    assert bench.queue.wait(held, 30.0)
+    assert isinstance(held.error, KeyError)
+    assert order == []
+
+
+def test_an_error_ends_what_is_held_behind_it(bench: Bench) -> None:
+    def failing() -> Coroutine[None]:
+        yield Wait.AGAIN
+        raise KeyError("expected")
+
+    order: list[str] = []
+    failed = Operation()
+    bench.queue.give(lambda backend: failing(), failed, hold=True)
+    held = given(bench, order, "a")
+    assert bench.queue.wait(held, 30.0)
+    assert isinstance(failed.error, KeyError)
+    assert isinstance(held.error, KeyError)
+    assert order == []
+
+
+def test_what_a_callback_starts_is_not_driven_within_it(bench: Bench) -> None:
+    """Else a chain of calls would need a frame for each."""
+    depths: list[int] = []
+
+    def call() -> None:
+        operation = Operation()
+        operation.then(again)
+        bench.queue.give(lambda backend: counted(1, Wait.AGAIN, []), operation, hold=True)
+        bench.queue.start(drive=True, wake=True)
+
+    def again(operation: Operation) -> None:
+        depths.append(len(inspect.stack(0)))
+        if len(depths) < 20:
+            call()
+
+    bench.spin.queue_seconds = bench.spin.network_seconds = math.inf
+    call()
+    assert bench.loop.wait(lambda: len(depths) == 20, 30.0)
+    assert max(depths) < min(depths) + 20
+
+
+def test_a_callback_may_wait_for_what_is_held_behind_its_own(bench: Bench) -> None:
+    order: list[str] = []
+    first = given(bench, order, "a")
+    second = given(bench, order, "b")
+    first.then(lambda operation: order.append(f"waited: {bench.queue.wait(second, 30.0)}"))
+    bench.queue.start(drive=True)
+    assert [each[:6] for each in order] == ["a in t", "b in t", "waited"]
+
+
+def test_threads_that_give_and_start_at_the_same_time_lose_no_job(bench: Bench) -> None:
+    order: list[int] = []
+    giving = threading.Lock()
+    number = 0
+
+    def job(its: int, backend: Backend) -> Coroutine[None]:
+        yield Wait.AGAIN
+        order.append(its)
+
+    def many(drive: bool) -> None:
+        nonlocal number
+        for _ in range(300):
+            with giving:
+                number += 1
+                operation = Operation()
+                bench.queue.give(partial(job, number), operation, hold=drive)
+            bench.queue.start(drive=drive, wake=not drive)
+            if drive:
+                assert bench.queue.wait(operation, 30.0)
+
+    bench.spin.queue_seconds = bench.spin.network_seconds = math.inf
+    threads = [threading.Thread(target=many, args=(turn % 2 == 0,)) for turn in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60.0)
+    assert bench.loop.wait(lambda: bench.queue.idle, 30.0)
+    assert order == list(range(1, 1201))
