@@ -23,7 +23,7 @@ from hvlike.backends.base import Backend, SoloBackend
 from hvlike.backends.hierarchical import HierarchicalBackend
 from hvlike.backends.network.cost_model import TYPICAL, MeasuredNetwork, measure
 from hvlike.backends.network.network import Network
-from hvlike.backends.operation import Operation
+from hvlike.backends.operation import Operation, Waiter
 from hvlike.backends.shared_memory.cma import CmaMemory
 from hvlike.backends.shared_memory.in_place_shm import SharedAllocations
 from hvlike.backends.shared_memory.region import Region, region_bytes
@@ -111,11 +111,14 @@ class OpQueue:
         if self._held and self._jobs and not self._driver:
             self.start(wake=True)
 
-    def wait(self, operation: Operation, seconds: float | None = None) -> bool:
-        """Block until an operation of this queue has ended; False when `seconds` have passed before. Any thread."""
+    def wait(self, operation: Operation, seconds: float | None = None, block: Waiter | None = None) -> bool:
+        """Block until an operation of this queue has ended; False when `seconds` have passed before. Any thread.
+
+        block: what waits in the loop, and perhaps tells other ranks of it.
+        """
         self.start(drive=True)
         operation.awaited = True
-        return self._fabric.loop.wait(operation.done, seconds)
+        return (block or self._fabric.loop.wait)(operation.done, seconds)
 
     def _threads_may_drive(self) -> bool:
         return self.drives and self.broken is None and not self.recorder.on
@@ -198,13 +201,13 @@ class OpQueue:
         return True
 
     def _look(self) -> None:
-        """Have the loop take the next job, if it may; in the loop."""
+        """Have the loop take the next job, if it may. In the loop."""
         taken = self._take(held=False)
         if taken is not None:
             self._begin(*taken)
 
     def _begin(self, work: Coroutine[None], operation: Operation) -> None:
-        """Start or go on with a job that has the turn; in the loop."""
+        """Start or go on with a job that has the turn. In the loop."""
         if self.broken is not None:
             # It may have begun: the queue was ended while a thread drove it.
             work.close()

@@ -53,7 +53,9 @@ class CallQueue:
         self.loop = context.fabric.loop
         self._context = context
         self._directory = directory_of(context)
-        self.watchdog = Watchdog(name, queue, self._directory, self.loop, stall_limits(context.knobs).report_seconds)
+        self.promises = self._directory.promises
+        self.watchdog = Watchdog(name, queue, self._directory, context, stall_limits(context.knobs).report_seconds)
+        self._tensor_queue = context.registry.set_states[0].controller.tensor_queue
         self._lock = system.Lock()
         self._backward: _Backward | None = None  # The last one in which a call was held
         self._directory.groups[name] = self
@@ -88,7 +90,7 @@ class CallQueue:
         result of the work. also: more tensors that the job uses, in lists. waits: the caller is about to wait for it.
         seconds: its timeout; None: that of the group.
         """
-        mpi_library.check_not_forked()
+        self.begins_here()
         kind = tensors[0].device.type if tensors else "cpu"
         limit = self.seconds if seconds is None else seconds
         of_gpu = kind in KINDS
@@ -104,6 +106,12 @@ class CallQueue:
                 return work
         self.queue.start(drive=drive, wake=not waits)
         return work
+
+    def begins_here(self) -> None:
+        """The calling thread begins something in this group: it may make calls that others wait for."""
+        mpi_library.check_not_forked()
+        if not self._tensor_queue.here.is_known:
+            self._tensor_queue.know_thread()
 
     def _ended(self, work: Work, operation: Operation) -> None:
         self.watchdog.ends(work, operation)

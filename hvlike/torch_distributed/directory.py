@@ -1,4 +1,8 @@
-"""Where the members of a group are: how many calls each has made in it, and what it does now."""
+"""Where the members of a group are: how many calls each has made in it, and what it does now.
+
+Members ask each other for their reports and errors. To the search for deadlocks each rank tells all of its groups, as
+ranks that wait for each other may do so in different ones.
+"""
 
 from __future__ import annotations
 
@@ -34,8 +38,26 @@ class Directory:
         self._fabric = context.fabric
         self._answers: dict[tuple[str, int, int], Answer] = {}  # By group, call and rank
         self._asking = system.Lock()
+        self.promises: set[Work] = set()
+        """Works with a future that has not ended, or whose callbacks have not: these may make calls."""
         self._fabric.channel.listen(Topic.GROUP_CALLS, lambda rank, message, tensors: self._hear(rank, *message))
         self._fabric.ticks.append(self._watch)
+        context.registry.set_states[0].controller.positions.calls = self
+
+    # -- for the search for deadlocks -------------------------------------------------------------
+
+    def made(self) -> Mapping[str, int]:
+        return {name: each.watchdog.made for name, each in list(self.groups.items())}
+
+    def may_go_on(self) -> bool:
+        return bool(self.promises)
+
+    def stop(self, name: str, error: HorovodInternalError) -> None:
+        group = self.groups.get(name)
+        if group is not None:
+            group.watchdog.stop(error)
+
+    # -- between members --------------------------------------------------------------------------
 
     def _watch(self) -> None:
         for each in list(self.groups.values()):

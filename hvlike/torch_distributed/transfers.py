@@ -29,6 +29,7 @@ class Transfers:
     def __init__(self, context: Context, calls: CallQueue, ranks: Sequence[int]) -> None:
         """calls: of the same group; theirs are its name and its timeout. ranks: of the world, by position."""
         self.loop = calls.loop
+        self.promises = calls.promises
         self._calls = calls
         self._context = context
         self._ranks = tuple(ranks)
@@ -41,7 +42,7 @@ class Transfers:
         context.before_close.append(self._shut_down)
 
     def send(self, tensors: Sequence[torch.Tensor], position: int, tag: int) -> Work:
-        mpi_library.check_not_forked()
+        self._calls.begins_here()
         (tensor,) = tensors
         return self._work(
             f"send to {self._name(position)}, tag {tag},", self._group.send(tensor, position, tag), tensors
@@ -49,7 +50,7 @@ class Transfers:
 
     def recv(self, tensors: Sequence[torch.Tensor], position: int | None, tag: int) -> Work:
         """position: None: from any."""
-        mpi_library.check_not_forked()
+        self._calls.begins_here()
         (tensor,) = tensors
         source = "any rank" if position is None else self._name(position)
         return self._work(f"recv from {source}, tag {tag},", self._group.recv(tensor, position, tag), tensors)

@@ -120,6 +120,7 @@ class Work(_WorkBase):
             trigger: torch.futures.Future[None] = torch.futures.Future(devices=self.devices)
             # Only an exception in a callback is an error for C++, too.
             self._future = trigger.then(lambda _: self._value())
+            self._calls.promises.add(self)
             self._untold.append(trigger)
             if self.ended:
                 self._tell()
@@ -133,6 +134,7 @@ class Work(_WorkBase):
         except IndexError:
             return
         trigger.set_result(None)
+        self._calls.promises.discard(self)
 
     def _value(self) -> Any:
         if self.error is not None:

@@ -11,6 +11,7 @@ from then on (ResponseCache).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -136,10 +137,20 @@ class Controller:
         self._loop.post(self._flush, wake=wake)
         return operation
 
-    def wait(self, key: RequestKey, done: Callable[[], bool], timeout: float | None, *, certain: bool = True) -> bool:
+    def wait(
+        self,
+        key: RequestKey,
+        done: Callable[[], bool],
+        timeout: float | None,
+        *,
+        certain: bool = True,
+        number: int = 0,
+        detail: str = "",
+    ) -> bool:
         """Wait for the operation `key`; tells the coordinator when that takes long. Without time: one turn of work.
 
-        certain: see WaitReport. False where the peers answer whatever they wait for, however late.
+        certain: see WaitReport, as for number and detail. False where the peers answer whatever they wait for, however
+        late.
         """
         if mpi_library.ForkMark.forked:
             mpi_library.check_not_forked()
@@ -154,7 +165,10 @@ class Controller:
             return False
         # With several threads another one may still ask for what the peers lack.
         certain = certain and self.tensor_queue.has_one_thread()
-        waiting = WaitReport(key, self.names.counts(), self.positions.copy(), certain)
+        waiting = WaitReport(key, self.names.counts(), self.positions.copy(), certain, number=number, detail=detail)
+        calls = self.positions.calls
+        if calls is not None:
+            waiting = replace(waiting, calls=calls.made(), certain=certain and not calls.may_go_on())
         loop.post(lambda: self._report(WAITING, waiting), wake=False)
         try:
             return self._wait_on(key, done, None if timeout is None else timeout - patience)

@@ -175,7 +175,7 @@ class Coordinator:
         """A report of the member at `position`."""
         if what == WAITING:
             self.waits.report(position, replace(value, since=system.monotonic()))
-            self._check_deadlock()
+            self._check_deadlock(self.waits.crossed(position))
         elif what == RESUMED:
             self.waits.resume(position)
         elif what == ANSWER:
@@ -236,12 +236,18 @@ class Coordinator:
         counts = {kind: n for _, counts in gathered for kind, n in counts.items()}
         self._tell(RESPONSES, (responses, counts))
 
-    def _check_deadlock(self) -> None:
-        if not self.waits.deadlocked(self._missing, self.table.joined, self.table.away):
+    def _check_deadlock(self, crossed: WaitForGraph | None = None) -> None:
+        """crossed: a deadlock of some ranks in groups of torch.distributed."""
+        waits, who, counts = self.waits, "no rank", None
+        if crossed is not None:
+            # The others may go on, and number what they ask for as before, even if they wait for these now.
+            waits, who = crossed, "none of these ranks"
+        elif waits.deadlocked(self._missing, self.table.joined, self.table.away):
+            counts = waits.aligned_counts()
+        else:
             return
-        error = DeadlockError(f"no rank can go on: {self.waits.describe()}. {self.waits.advice()}")
-        counts = self.waits.aligned_counts()
-        keys = [key for key in self.waits.waited_for() if key != JOIN_KEY]
+        error = DeadlockError(f"{who} can go on: {waits.describe()}. {waits.advice()}")
+        keys = [key for key in waits.waited_for() if key != JOIN_KEY]
         self._announce([self._fail(key, error) for key in keys], counts)
 
     def _missing(self, key: RequestKey) -> list[int]:

@@ -2,16 +2,18 @@
 
 The steps of a plan or of a planned queue, and the inline reductions of a set, are not negotiated. Each such order has a
 name, and operation n of it on one rank is operation n on all. These numbers tell who is behind: in stall reports, in
-the search for deadlocks, and where a rank has left a Join context in the middle.
+the search for deadlocks, and where a rank has left a Join context in the middle. The groups of torch.distributed, which
+may be of some ranks only, know theirs themselves (`CallOrders`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 from hvlike.collectives.health.stall_inspector import Submission
-from hvlike.collectives.health.wait_for_graph import STEP
+from hvlike.collectives.health.wait_for_graph import GROUP, STEP
 from hvlike.collectives.requests.join_protocol import JoinFailure
 from hvlike.collectives.requests.request import CallSite, RequestKey
 from hvlike.errors import HorovodInternalError
@@ -19,6 +21,19 @@ from hvlike.system.system import system
 from hvlike.transport.loop.coroutine import in_loop
 
 Stop = Callable[[HorovodInternalError], None]
+
+
+class CallOrders(Protocol):
+    """The groups of torch.distributed that this rank belongs to, each an order of calls."""
+
+    def made(self) -> Mapping[str, int]:
+        """By the name of a group: how many calls this rank has made in it."""
+
+    def may_go_on(self) -> bool:
+        """Whether this rank may make more calls while its program waits: in what is chained to a future."""
+
+    def stop(self, name: str, error: HorovodInternalError) -> None:
+        """End a group, if it is one of this rank's."""
 
 
 @dataclass(eq=False)
@@ -40,6 +55,8 @@ class Positions:
         self._waits: list[_OrderedWait] = []
         self.failure: JoinFailure | None = None
         """Why a member takes no part in operations that it has not begun; None while all do."""
+        self.calls: CallOrders | None = None
+        """Of the set of all ranks, once there is a group."""
 
     def wait_begins(self, name: str, number: int, place: CallSite, detail: str, stop: Stop) -> Callable[[], None]:
         """This rank waits for operation `number` of an order; call what is returned when it does no longer.
@@ -67,6 +84,9 @@ class Positions:
         for each in list(self._waits):
             if key == (STEP, each.name):
                 each.stop(error)
+        kind, name = key
+        if kind == GROUP and self.calls is not None:
+            self.calls.stop(name, error)
 
     @in_loop
     def close(self, error: HorovodInternalError) -> None:

@@ -17,6 +17,7 @@ Counts = Mapping[str, int]
 
 STEP = "step"  # The kind under which a rank waits for a planned reduction; the name is the reducer's
 PLAN = "plan"  # The kind under which it waits for an agreement on one, by the same name
+GROUP = "group"  # The kind under which it waits for a call of a group of torch.distributed, by the group's name
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,12 @@ class WaitReport:
     steps: Counts  # How many steps of each planned reduction the rank has entered
     certain: bool  # Nothing else on that rank can ask for what the others lack: one thread uses hvlike there
     since: float = 0.0  # When it was reported, in seconds of the coordinator's clock
+    calls: Counts = field(default_factory=dict)  # How many calls the rank has made in each group of torch.distributed
+    number: int = 0  # Of the call it waits for, if the kind is GROUP
+    detail: str = ""  # That call, in words
+
+    def __str__(self) -> str:
+        return self.detail or f"{self.key[0]} {self.key[1]!r}"
 
 
 @dataclass
@@ -67,6 +74,8 @@ class WaitForGraph:
         """The ranks without which the wait of the member at `position` cannot end, as far as it is known."""
         waiting = self.waits[position]
         kind, name = waiting.key
+        if kind == GROUP:
+            return [self.ranks[position] for position in self._behind_in_group(waiting)]
         if kind != STEP:
             ranks = missing(waiting.key)
             # What it waits for was decided and is running, and others ask for their next one under this name.
@@ -78,17 +87,55 @@ class WaitForGraph:
             if position not in away and other.steps.get(name, 0) < entered
         ]
 
+    def crossed(self, position: int) -> WaitForGraph | None:
+        """A circle of waits for calls of groups, each for a member that waits in the next: no call of it can end.
+
+        position: whose wait was reported last. A new circle leads through it.
+        """
+        came_from: dict[int, int] = {}
+        ahead = [position]
+        while ahead:
+            here = ahead.pop()
+            for behind in self._behind_in_group(self.waits[here]):
+                waiting = self.waits[behind]
+                if waiting.key[0] != GROUP or not waiting.certain or behind in came_from:
+                    continue
+                came_from[behind] = here
+                ahead.append(behind)
+                if behind == position:
+                    circle = {position: waiting}
+                    while here != position:
+                        circle[here] = self.waits[here]
+                        here = came_from[here]
+                    return WaitForGraph(self.ranks, circle)
+        return None
+
+    def _behind_in_group(self, waiting: WaitReport) -> list[int]:
+        """The members that have not made the call that is waited for, and wait themselves; none for other waits.
+
+        Who has no such group, or has left it, is none that makes the call one day.
+        """
+        kind, name = waiting.key
+        if kind != GROUP:
+            return []
+        number = waiting.number
+        return [position for position, other in self.waits.items() if other.calls.get(name, number) < number]
+
     def waited_for(self) -> list[RequestKey]:
         return list(dict.fromkeys(each.key for each in self.waits.values()))
 
     def describe(self) -> str:
         """rank 0 waits in allreduce 'x', rank 1 waits in broadcast 'y'"""
         return ", ".join(
-            f"rank {self.ranks[position]} waits in {waiting.key[0]} {waiting.key[1]!r}"
-            for position, waiting in sorted(self.waits.items())
+            f"rank {self.ranks[position]} waits in {waiting}" for position, waiting in sorted(self.waits.items())
         )
 
     def advice(self) -> str:
+        if all(waiting.key[0] == GROUP for waiting in self.waits.values()):
+            return (
+                "Ranks that belong to the same groups of torch.distributed have to call them in the same order; look "
+                "for a collective that only some ranks reach, or that they reach in another order."
+            )
         steps = {waiting.key[1] for waiting in self.waits.values() if waiting.key[0] == STEP}
         anew = sorted(position for position, each in self.waits.items() if each.key[0] == PLAN and each.key[1] in steps)
         if anew:

@@ -1,6 +1,7 @@
 """How far a rank is in orders that go without the coordinator, and which of its waits end: a table, no messages."""
 
 from hvlike.collectives.controller.positions import Positions
+from hvlike.collectives.health.wait_for_graph import GROUP, STEP
 from hvlike.collectives.requests.join_protocol import JoinFailure
 from hvlike.collectives.requests.request import find_call_site
 from hvlike.errors import DeadlockError, HorovodInternalError, JoinError
@@ -61,3 +62,31 @@ def test_a_wait_that_is_over_is_neither_stopped_nor_shown() -> None:
     assert "test_positions.py" in shown.place
     waits.positions.close(HorovodInternalError("the end"))
     assert list(waits.stopped) == [("other", 1)]
+
+
+class Groups:
+    """The groups of torch.distributed of a rank."""
+
+    def __init__(self) -> None:
+        self.stopped: list[str] = []
+
+    def made(self) -> dict[str, int]:
+        return {"a": 3}
+
+    def may_go_on(self) -> bool:
+        return False
+
+    def stop(self, name: str, error: HorovodInternalError) -> None:
+        self.stopped.append(name)
+
+
+def test_a_deadlock_in_a_group_ends_the_group_and_no_step_of_its_name() -> None:
+    waits, groups = Waits(), Groups()
+    waits.wait("a", 1)
+    error = DeadlockError("no rank can go on")
+    waits.positions.stop((GROUP, "a"), error)
+    waits.positions.calls = groups
+    waits.positions.stop((GROUP, "a"), error)
+    waits.positions.stop((STEP, "b"), error)
+    assert groups.stopped == ["a"]
+    assert waits.stopped == {}

@@ -2,7 +2,7 @@
 
 import pytest
 
-from hvlike.collectives.health.wait_for_graph import STEP, WaitForGraph, WaitReport
+from hvlike.collectives.health.wait_for_graph import GROUP, STEP, WaitForGraph, WaitReport
 from hvlike.collectives.requests.request import RequestKey
 
 X, Y, Z = ("allreduce", "x"), ("allreduce", "y"), ("broadcast", "x")
@@ -55,6 +55,67 @@ def test_members_that_have_joined_are_in_nobodys_way() -> None:
     assert found.deadlocked(lambda key: missing[key], joined=[2])
     assert not table(waiting(X), None, waiting(Z)).deadlocked(lambda key: [1], joined=[2])
     assert not table(waiting(X), waiting(X)).deadlocked(lambda key: [0], joined=[0, 1]), "nobody is left to deadlock"
+
+
+def calling(group: str, number: int, *, certain: bool = True, **calls: int) -> WaitReport:
+    """Waits for a call of a group. calls: made in each of the rank's groups."""
+    made = {group: number, **calls}
+    return WaitReport((GROUP, group), {}, {}, certain, calls=made, number=number, detail=f"call {number} of {group}")
+
+
+@pytest.mark.parametrize(
+    ("waits", "circle"),
+    [
+        # Each in a group in which the other has not come so far.
+        ([calling("a", 3, b=6), calling("b", 7, a=2)], [0, 1]),
+        # The other has made the call: its data is on the way.
+        ([calling("a", 3, b=6), calling("b", 7, a=3)], None),
+        # Rank 0 waits for an older call than its last.
+        ([calling("a", 3, b=9), calling("b", 7, a=2)], None),
+        # One does not wait; another thread of one may make the call.
+        ([None, calling("b", 7, a=2)], None),
+        ([calling("a", 3, b=6, certain=False), calling("b", 7, a=2)], None),
+        # One is not in the other's group, or has left it.
+        ([calling("a", 3, b=6), calling("b", 7)], None),
+        # In a group and in an operation of hvlike: not seen by groups alone.
+        ([calling("a", 3), WaitReport(X, {}, {}, True, calls={"a": 2})], None),
+        # Three in a circle, and a fourth that waits for one of them.
+        (
+            [
+                calling("a", 1, c=0, d=0),
+                calling("b", 1, a=0),
+                calling("c", 1, b=0),
+                calling("d", 1),
+            ],
+            [0, 1, 2],
+        ),
+        # All in one group: its call is under way.
+        ([calling("a", 3), calling("a", 3), calling("a", 3)], None),
+        # One that computes is waited for by the others, in a row.
+        ([calling("a", 3, b=6), calling("b", 7, c=0, a=3), None], None),
+    ],
+)
+def test_crossed_groups(waits: list[WaitReport | None], circle: list[int] | None) -> None:
+    """Whichever of them reports last."""
+    found = table(*waits)
+    for position in circle or range(len(waits)):
+        if position in found.waits:
+            crossed = found.crossed(position)
+            assert (None if crossed is None else sorted(crossed.waits)) == circle
+
+
+def test_crossed_groups_are_described() -> None:
+    crossed = table(calling("a", 3, b=6), calling("b", 7, a=2), None).crossed(1)
+    assert crossed is not None
+    assert crossed.describe() == "rank 0 waits in call 3 of a, rank 1 waits in call 7 of b"
+    assert "in the same order" in crossed.advice()
+    assert crossed.waited_for() == [(GROUP, "b"), (GROUP, "a")]
+
+
+def test_a_group_and_an_operation_are_a_deadlock_of_all() -> None:
+    found = table(calling("a", 3), WaitReport(X, {}, {}, True, calls={"a": 2}))
+    assert found.deadlocked({X: [0]}.__getitem__)
+    assert found.advice().startswith("Every rank has to call the same operations")
 
 
 def test_resumed_and_ended_waits_are_forgotten() -> None:

@@ -16,6 +16,7 @@
     leavers    sessions of RPC that some ranks leave while others call them
     autograd   distributed backward in all modes, several at a time, and steps of distributed optimizers
     torch      groups of torch.distributed, asynchronous work waited for in another order, point to point, objects
+    crossed    groups of torch.distributed in other orders on each rank, of which some can never end
     training   every wrapper: process sets, compression, ZeRO, clipping, other threads, timelines
     fuzz       the training programs of scripts/fuzz, with their oracle
 
@@ -36,6 +37,7 @@ from support.simulation.programs.lost import Lost
 from support.simulation.programs.prompt import Prompt
 from support.simulation.programs.rpc import Rpc
 from support.simulation.programs.rpc_leavers import Leavers
+from support.simulation.programs.torch_crossed import Crossed
 from support.simulation.programs.torch_groups import Torch
 from support.simulation.programs.training import Training
 
@@ -56,6 +58,7 @@ KINDS: dict[str, Any] = {
     "leavers": Leavers,
     "autograd": Autograd,
     "torch": Torch,
+    "crossed": Crossed,
     "training": Training,
     "fuzz": Fuzz,
 }
