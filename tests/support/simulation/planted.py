@@ -350,4 +350,21 @@ PLANTS = [
             "    return handle\n",
         ),
     ),
+    plant(
+        "a member that has made the call that others wait for counts as behind",
+        (
+            "collectives/health/wait_for_graph.py",
+            "other.calls.get(name, number) < number]",
+            "other.calls.get(name, number) <= number]",
+        ),
+        kinds=("torch", "crossed"),
+    ),
+    plant(
+        "the loop does not look for the next job of a queue when one has ended",
+        (
+            "backends/op_queue.py",
+            "        self._turn.release()\n        self._look()\n",
+            "        self._turn.release()\n",
+        ),
+    ),
 ]
