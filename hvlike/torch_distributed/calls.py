@@ -58,7 +58,7 @@ class CallQueue:
         self._tensor_queue = context.registry.set_states[0].controller.tensor_queue
         self._lock = system.Lock()
         self._backward: _Backward | None = None  # The last one in which a call was held
-        self._directory.groups[name] = self
+        self._directory.enter(self)
 
     @property
     def name(self) -> str:

@@ -6,7 +6,7 @@ ranks that wait for each other may do so in different ones.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 from hvlike.collectives.health.stall_inspector import ANSWER_SECONDS, SHOWN_STACKS
@@ -35,6 +35,7 @@ class Directory:
 
     def __init__(self, context: Context) -> None:
         self.groups: dict[str, CallQueue] = {}
+        self._early: dict[str, Callable[[Watchdog], None]] = {}  # What has ended groups that are still to come
         self._fabric = context.fabric
         self._answers: dict[tuple[str, int, int], Answer] = {}  # By group, call and rank
         self._asking = system.Lock()
@@ -53,9 +54,22 @@ class Directory:
         return bool(self.promises)
 
     def stop(self, name: str, error: HorovodInternalError) -> None:
+        self._end(name, lambda watchdog: watchdog.stop(error))
+
+    # -- groups of this rank ----------------------------------------------------------------------
+
+    def enter(self, group: CallQueue) -> None:
+        """Know a group. Others may have made it earlier, and lost it."""
+        self.groups[group.name] = group
+        self._fabric.loop.perform(lambda: self._early.pop(group.name, _go_on)(group.watchdog))
+
+    def _end(self, name: str, how: Callable[[Watchdog], None]) -> None:
+        """End a group, now or as soon as it is there; no name comes twice. In the loop."""
         group = self.groups.get(name)
-        if group is not None:
-            group.watchdog.stop(error)
+        if group is None:
+            self._early.setdefault(name, how)
+        else:
+            how(group.watchdog)
 
     # -- between members --------------------------------------------------------------------------
 
@@ -72,8 +86,8 @@ class Directory:
     def _hear(self, rank: int, name: str, number: int, answer: Answer | HorovodInternalError | None) -> None:
         group = self.groups.get(name)
         if isinstance(answer, HorovodInternalError):
-            if group is not None:
-                group.watchdog.follow(rank, answer)
+            reason = answer
+            self._end(name, lambda watchdog: watchdog.follow(rank, reason))
             return
         if answer is not None:
             self._answers[name, number, rank] = answer
@@ -105,6 +119,10 @@ class Directory:
             task = loop.start(self.ask(group, work), wake=False)
             loop.wait(lambda: task.done, 2 * ANSWER_SECONDS)
             return task.result or {}
+
+
+def _go_on(watchdog: Watchdog) -> None:
+    pass
 
 
 def describe_missing(answers: Mapping[int, Answer | None], number: int) -> str:
