@@ -134,15 +134,7 @@ class ModuleGradients:
             self._may_hold_sums = self._may_hold_sums or self.trains
             return
         running = self._pass
-        interrupted = running is not None and running.reduces
-        if interrupted and self.reducers.is_gone():
-            # No other rank waits for the rest: hvlike was started anew.
-            self.abandon()
-            interrupted = False
-        if interrupted:
-            # What the program has done with gradients since then matters as little as what was left of the pass.
-            with suppress(UsageError):
-                self._complete()
+        interrupted = running is not None and running.reduces and self._complete_interrupted()
         if self.reducers.name is None:
             # Backward, which takes the name, may run in threads of autograd.
             self.reducers.note_thread()
@@ -155,6 +147,17 @@ class ModuleGradients:
         self._pending = True
         if (missing and not self.find_unused) or interrupted:
             raise unfinished([slot.name for slot in missing or ()], rank(), interrupted=interrupted)
+
+    def _complete_interrupted(self) -> bool:
+        """Complete a pass that has failed half way; return whether other ranks may have waited. Collective then."""
+        if self.reducers.is_gone():
+            # No other rank waits for the rest: hvlike was started anew.
+            self.abandon()
+            return False
+        # What the program has done with gradients since then matters as little as what was left of the pass.
+        with suppress(UsageError):
+            self._complete()
+        return True
 
     def after_forward(self, output: Any, *, synchronised: bool) -> None:
         """Have passes through these outputs reduce, where the forward is synchronised. Local."""
