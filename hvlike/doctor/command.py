@@ -9,36 +9,30 @@ import sys
 import textwrap
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
-from typing import Any
 
 import hvlike
 from hvlike.collectives.session import basics
 from hvlike.doctor import gpus, job, launching, machine, software
-from hvlike.doctor.finding import Finding, Skipped, Verdict, plural, quoted
-from hvlike.doctor.job import Case, collect_rank_facts, start_job
+from hvlike.doctor.finding import Finding, Verdict, plural
+from hvlike.doctor.job import Case, Gathered, collect_rank_facts, start_job
 from hvlike.doctor.launching import Launchers, Trial, collect_launchers, try_ranks
-from hvlike.doctor.probe import LIMIT, Gap, Prober, Unanswered
+from hvlike.doctor.probe import LIMIT, Gap, Prober, Skipped, Unanswered
 from hvlike.transport.host.launchers import detect_launcher
 
+Findings = dict[str, Finding]  # By the names of the checks
 CHECKS: dict[str, Callable[[Case, Finding], None]] = {
-    "Python": software.check_python,
-    "torch": software.check_torch,
-    "mpi4py": software.check_mpi4py,
+    "software": software.check_software,
     "MPI library": software.check_mpi_library,
     "mpirun": launching.check_mpirun,
     "two ranks": launching.check_two_ranks,
     "settings": launching.check_settings,
     "launcher": launching.check_launcher,
-    "lost ranks": launching.check_losses,
-    "thread level": job.check_thread_level,
     "hosts": job.check_hosts,
     "same software": software.check_sameness,
     "cores": machine.check_cores,
     "threads": machine.check_omp_threads,
     "shared memory": machine.check_shared_memory,
     "GPU": gpus.check_gpu,
-    "GPU per rank": gpus.check_gpu_sharing,
     "NCCL": gpus.check_nccl,
     "temporary": machine.check_temporary_files,
     "hvlike": job.check_start,
@@ -47,14 +41,14 @@ CHECKS: dict[str, Callable[[Case, Finding], None]] = {
 _STUCK = "It did not answer in time or broke down. Run the same step by hand; --limit SECONDS allows more time."
 _WIDTH = 118
 _NAME = 14
-_LONGEST = 24
-Findings = dict[str, Finding]  # By the names of the checks
+_LONGEST = 24  # Lines of a check
 _MARGIN_SECONDS = 8.0
 _LINGER_SECONDS = 5.0
 _INTERRUPTED = 130
 
 
 def check_build() -> str:
+    """Return the table that `horovodrun --check-build` prints."""
     frameworks = {"TensorFlow": "tensorflow", "PyTorch": "torch", "MXNet": "mxnet"}
     groups: dict[str, dict[str, bool | int]] = {
         "Available Frameworks": {name: basics.extension_available(key) for name, key in frameworks.items()},
@@ -79,16 +73,16 @@ def _run(check: Callable[[Case, Finding], None], case: Case) -> Finding:
     try:
         check(case, finding)
     except Skipped as skipped:
-        finding = Finding(*skipped.args, skipped=True)
+        finding = Finding(Verdict.SKIP)
+        finding.note(*skipped.args)
     except Unanswered as unanswered:
         (gap,) = unanswered.args
-        finding = Finding(f"this step {gap.reason}", *quoted(gap.output))
-        finding.fail("", _STUCK)
+        finding.fail(f"this step {gap.reason}", _STUCK, gap.output)
     return finding
 
 
 def has_failed(findings: Findings) -> bool:
-    return any(each.verdict is Verdict.FAIL for each in findings.values())
+    return any(finding.verdict is Verdict.FAIL for finding in findings.values())
 
 
 def as_text(case: Case, findings: Findings) -> str:
@@ -98,7 +92,7 @@ def as_text(case: Case, findings: Findings) -> str:
     lines = [f"hvlike {hvlike.__version__} doctor: {where}", ""]
     for name, finding in findings.items():
         lines += _lines_of(name, finding)
-    counts = Counter(each.verdict for each in findings.values())
+    counts = Counter(finding.verdict for finding in findings.values())
     sums = ", ".join(f"{counts[verdict]} {verdict.value}" for verdict in Verdict)
     ending = "something must be repaired, see FAIL" if has_failed(findings) else "nothing stands in the way of a job"
     return "\n".join([*lines, "", f"{sums}: {ending}"])
@@ -111,35 +105,30 @@ def _lines_of(name: str, finding: Finding) -> list[str]:
     if len(found) > _LONGEST:
         # A job on very many hosts.
         found = [*found[:_LONGEST], f"... {len(found) - _LONGEST} lines more: --json has all"]
-    lines: list[str] = []
-    for text in found or [""]:
-        lines += _wrap(text, margin if lines else head, margin + "  ")
-    for text in finding.advice:
-        lines += _wrap(text, margin + "-> ", margin + "   ")
-    return [line.rstrip() for line in lines]
-
-
-def _wrap(text: str, first: str, others: str) -> list[str]:
     # Words stay whole: users copy paths and options.
-    how: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False}
-    return textwrap.wrap(text, _WIDTH, initial_indent=first, subsequent_indent=others, **how) or [first]
+    wrapper = textwrap.TextWrapper(_WIDTH, head, margin + "  ", break_long_words=False, break_on_hyphens=False)
+    lines: list[str] = []
+    for text in (*found, *(f"-> {advice}" for advice in finding.advice)):
+        lines += wrapper.wrap(text)
+        wrapper.initial_indent = margin
+    return lines
 
 
 def as_json(case: Case, findings: Findings) -> str:
     """Return one object: version, ranks, nodes, ok, and the checks in their order."""
     checks = [
-        {"check": name, "verdict": each.verdict.value, "found": each.found, "advice": each.advice}
-        for name, each in findings.items()
+        {"check": name, "verdict": finding.verdict.value, "found": finding.found, "advice": finding.advice}
+        for name, finding in findings.items()
     ]
     head = {"hvlike": hvlike.__version__, "ranks": len(case.ranks), "nodes": len(case.nodes)}
     return json.dumps({**head, "ok": not has_failed(findings), "checks": checks}, indent=1)
 
 
-def in_one_line(where: str, findings: Findings) -> str:
+def in_one_line(findings: Findings) -> str:
     """Return the first failure, for a rank that rank 0 could not ask."""
-    name, first = next((name, each) for name, each in findings.items() if each.verdict is Verdict.FAIL)
-    found = "; ".join(line for line in first.found if not line.startswith("| "))
-    return f"{where}: FAIL {name}: {found} (rank 0 prints the whole report)"
+    name, finding = next((name, finding) for name, finding in findings.items() if finding.verdict is Verdict.FAIL)
+    found = "; ".join(line for line in finding.found if not line.startswith("| "))
+    return f"FAIL {name}: {found} (rank 0 prints the whole report)"
 
 
 def main(arguments: list[str]) -> int:
@@ -152,7 +141,8 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--limit", type=float, default=LIMIT, metavar="SECONDS", help="for each question (%(default)g)")
     options = parser.parse_args(arguments)
     launcher = detect_launcher(os.environ)
-    reports = launcher is None or not launcher.rank
+    rank = 0 if launcher is None else launcher.rank or 0
+    reports = rank == 0
     if options.check_build:
         if reports:
             print(check_build())
@@ -164,7 +154,7 @@ def main(arguments: list[str]) -> int:
     except KeyboardInterrupt:
         print("the doctor was interrupted", file=sys.stderr)
         return _INTERRUPTED
-    if not reports and case.gathered is not None:
+    if not reports and isinstance(case.job.gathered, Gathered):
         # Rank 0 has all that this rank has found.
         return 0
     findings = run_checks(case)
@@ -174,8 +164,7 @@ def main(arguments: list[str]) -> int:
     # With status 1 the launcher would end rank 0 in the middle of its report, which fails for the same reason. A rank
     # that is ended because another one has failed has nothing to add.
     if has_failed(findings) and not prober.interrupted:
-        number = launcher.rank if launcher is not None else 0
-        print(in_one_line(f"rank {number} on {case.me.host}", findings), file=sys.stderr, flush=True)
+        print(f"rank {rank} on {case.me.host}: {in_one_line(findings)}", file=sys.stderr, flush=True)
         # Nor may rank 0 miss a rank before it has reported.
         prober.wait_for_interruption(_LINGER_SECONDS)
     return 0
@@ -184,13 +173,14 @@ def main(arguments: list[str]) -> int:
 def collect_case(prober: Prober, *, reports: bool) -> Case:
     """Find everything out. Collective: every rank of the job; blocks."""
     own = collect_rank_facts(prober)
+    library = own.library
     launchers: Launchers | Gap | None = None
     trial: Trial | Gap | None = None
-    if reports:
-        library = None if isinstance(own.library, Gap) else own.library
+    if reports and not isinstance(library, Gap):
         launchers = prober.ask(lambda: collect_launchers(library, os.environ))
-        if isinstance(launchers, Launchers) and launchers.on_path and library and own.environment.launcher is None:
-            first, seconds = launchers.on_path[0], max(1.0, prober.limit - _MARGIN_SECONDS)
-            trial = prober.ask(lambda: try_ranks(first, seconds))
-    case = Case((own,), start_job(own, prober), launchers, trial)
-    return replace(case, ranks=case.gathered.ranks) if case.gathered and case.gathered.ranks else case
+        if own.launcher is None and isinstance(launchers, Launchers) and launchers.on_path is not None:
+            mpirun, seconds = launchers.on_path, max(1.0, prober.limit - _MARGIN_SECONDS)
+            trial = prober.ask(lambda: try_ranks(mpirun, seconds))
+    progress = start_job(own, prober)
+    ranks = progress.gathered.ranks if isinstance(progress.gathered, Gathered) else ()
+    return Case(ranks or (own,), progress, launchers, trial)

@@ -1,162 +1,102 @@
-"""GPUs as torch and the driver show them, NCCL with the CuPy that calls it, and the checks of all these."""
+"""GPUs as torch shows them, NCCL with the CuPy that calls it, and the checks of both."""
 
 from __future__ import annotations
 
-import ctypes
 import os
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
-from hvlike.backends.cuda.nccl import NcclFacts, describe
-from hvlike.doctor.finding import Finding, Skipped, nccl_version, numbers, of_every_rank, plural
-from hvlike.doctor.probe import known
-from hvlike.doctor.software import CUPY, NCCL
+from hvlike.backends.cuda.nccl import describe
+from hvlike.doctor.finding import Finding, plural
+from hvlike.doctor.probe import Skipped, known
 from hvlike.transport.host.mpi_library import mapped_files
 from hvlike.version import page
 
 if TYPE_CHECKING:
-    from hvlike.doctor.job import Case
+    from hvlike.doctor.job import Case, RankFacts
 
-_DRIVERS = (Path("/proc/driver/nvidia/version"), Path("/sys/module/amdgpu/version"))
+_DRIVERS = ("/proc/driver/nvidia/version", "/sys/module/amdgpu/version")
 _VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 _INSTALL = "Install a torch that was built for the GPUs (https://pytorch.org/get-started/locally)."
-_UPDATE = f"Update the driver, or: {_INSTALL}"
+_UNUSABLE = f"See {', '.join(_VISIBLE)}, the container's --gpus or --device, and the driver. {_INSTALL}"
 
 
 @dataclass(frozen=True)
 class Gpus:
-    devices: tuple[str, ...]  # Name and memory of each that torch can use
-    driver: str | None  # The version of the kernel's driver, NVIDIA's or AMD's; None: there is none
-    driver_cuda: int | None  # The newest CUDA that the driver serves, as 12040; None: unknown
-    visible: str | None  # CUDA_VISIBLE_DEVICES=..., or AMD's variables; None: none is set
-    wrong: str | None  # What torch says where it cannot use them though it was built to
+    has_driver: bool  # The kernel has one, NVIDIA's or AMD's
+    devices: tuple[str, ...]  # Name and memory of each that torch can see
+    visible: str  # CUDA_VISIBLE_DEVICES=..., or AMD's variables; empty: none is set
+    wrong: str  # What torch says where it cannot use them though it was built to; empty: it can
 
 
 def collect_gpus() -> Gpus:
-    """Ask the driver and torch, which starts CUDA: call it in a child process."""
-    wrong = None
-    devices: tuple[str, ...] = ()
-    if torch.version.cuda is not None or torch.version.hip is not None:
+    """Ask torch, which starts CUDA: call it in a child process."""
+    has_driver = any(map(os.path.exists, _DRIVERS))
+    devices, wrong = [], ""
+    if has_driver and (torch.version.cuda is not None or torch.version.hip is not None):
         try:
-            found = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
-            devices = tuple(f"{each.name}, {each.total_memory / 2**30:.0f} GiB" for each in found)
-            if devices:
-                torch.zeros(1, device="cuda")
+            for number in range(torch.cuda.device_count()):
+                seen = torch.cuda.get_device_properties(number)
+                devices.append(f"{seen.name}, {seen.total_memory / 2**30:.0f} GiB")
+            torch.zeros(1, device="cuda")
         except RuntimeError as error:
-            wrong = str(error).splitlines()[0]
-    driver = next((version for each in _DRIVERS if (version := driver_version(each)) is not None), None)
+            wrong = str(error).partition("\n")[0]
     visible = " ".join(f"{name}={os.environ[name]}" for name in _VISIBLE if name in os.environ)
-    return Gpus(devices, driver, _driver_cuda(), visible or None, wrong)
-
-
-def driver_version(file: Path) -> str | None:
-    """From a line as "NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue ...", or AMD's "6.12.12"."""
-    try:
-        words = file.read_text().split()
-    except OSError:
-        return None
-    return next((word for word in words if word[:1].isdigit() and word.count(".") >= 1), None)
-
-
-def _driver_cuda() -> int | None:
-    try:
-        library = ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return None
-    version = ctypes.c_int()
-    return version.value if library.cuDriverGetVersion(ctypes.byref(version)) == 0 else None
+    return Gpus(has_driver, tuple(devices), visible, wrong)
 
 
 @dataclass(frozen=True)
 class NcclState:
     """NCCL in a process that has loaded torch and CuPy."""
 
-    facts: NcclFacts
-    loaded: tuple[
-        str, ...
-    ]  # Every libnccl or librccl that is in the memory of the process: more than one are two copies
+    version: str  # As "2.27.3"; empty: it cannot be used
+    missing: str  # Why it cannot be used and what to do
+    loaded: tuple[str, ...]  # Every libnccl or librccl in the memory of the process
 
 
 def collect_nccl_state() -> NcclState:
     """Load CuPy where it is installed: call it in a child process. Starts no GPU."""
-    return NcclState(describe(), tuple(mapped_files("/libnccl.so", "/librccl.so")))
+    facts = describe()
+    version = f"{facts.version // 10000}.{facts.version // 100 % 100}.{facts.version % 100}" if facts.version else ""
+    return NcclState(version, facts.missing, tuple(mapped_files("/libnccl.so", "/librccl.so")))
 
 
 def check_gpu(case: Case, finding: Finding) -> None:
     firsts = [case.ranks[node[0]] for node in case.nodes]
-    seen = [(each.host, known(each.gpus), known(each.software)) for each in firsts]
-    if all(gpus.driver is None and not gpus.devices for _, gpus, _ in seen):
-        built_for = seen[0][2].torch_gpus
+    if not any(known(facts.gpus).has_driver for facts in firsts):
+        built_for = known(case.me.software).torch_gpus
         though = f", though torch was built for {built_for}" if built_for else ""
         raise Skipped(f"no driver of NVIDIA or AMD{though}: tensors stay on the CPU")
-    for host, gpus, software in seen:
-        where = f"{host}: " if len(seen) > 1 else ""
-        finding.note(f"{where}driver {gpus.driver or 'unknown'}", *(where + device for device in gpus.devices))
-        if gpus.visible is not None:
-            finding.note(f"{where}{gpus.visible}")
-        if not software.torch_gpus:
-            finding.warn(f"{where}torch was built for the CPU and does not see the GPUs", _INSTALL)
-            continue
-        if gpus.wrong is not None:
-            finding.fail(f"{where}torch cannot use them: {gpus.wrong}", _UPDATE)
-        elif not gpus.devices:
-            advice = f"Look at {', '.join(_VISIBLE)}, and at the container's --gpus or --device."
-            finding.warn(f"{where}torch sees no GPU", advice)
-        # A driver serves all versions of CUDA up to its own, and newer ones of the same major version.
-        wanted = software.torch_cuda
-        if wanted and gpus.driver_cuda is not None and gpus.driver_cuda // 1000 < numbers(wanted)[0]:
-            text = f"{where}the driver serves CUDA up to {in_cuda(gpus.driver_cuda)}, torch wants {wanted}"
-            finding.fail(text, _UPDATE)
+    for facts, node in zip(firsts, case.nodes, strict=True):
+        _check_host(finding, facts, len(node))
 
 
-def check_gpu_sharing(case: Case, finding: Finding) -> None:
-    counts = dict(of_every_rank(case, lambda each: each.gpus))
-    if not any(each.devices for each in counts.values()):
-        raise Skipped("no GPU")
-    for node in case.nodes:
-        host = case.host(node)
-        seen = len(counts[node[0]].devices) if node[0] in counts else 0
-        finding.note(f"{host}: {plural(len(node), 'rank')}, {plural(seen, 'GPU')} in sight of each")
-        if 0 < seen < len(node) and counts[node[0]].visible is None:
-            text = f"{host}: {len(node)} ranks share {plural(seen, 'GPU')}"
-            finding.warn(text, f"NCCL serves one rank a GPU: start one rank for each ({page('gpu')}).")
-
-
-def in_cuda(number: int) -> str:
-    """Return 12.4 for 12040."""
-    return f"{number // 1000}.{number % 1000 // 10}"
+def _check_host(finding: Finding, facts: RankFacts, ranks: int) -> None:
+    gpus, host = known(facts.gpus), facts.host
+    count = len(gpus.devices)
+    finding.note(f"{host}: {plural(ranks, 'rank')}, {plural(count, 'GPU')} in sight of each")
+    finding.note(*(f"{host}: {text}" for text in (*gpus.devices, gpus.visible) if text))
+    if not known(facts.software).torch_gpus:
+        finding.warn(f"{host}: torch was built without CUDA or ROCm and does not see the GPUs", _INSTALL)
+    elif gpus.wrong:
+        # Where it sees none, they may be hidden on purpose.
+        blame = finding.fail if gpus.devices else finding.warn
+        blame(f"{host}: torch cannot use the GPUs: {gpus.wrong}", _UNUSABLE)
+    elif count < ranks and not gpus.visible:
+        advice = f"NCCL serves one rank a GPU: start one rank for each ({page('gpu')})."
+        finding.warn(f"{host}: {ranks} ranks share {plural(count, 'GPU')}", advice)
 
 
 def check_nccl(case: Case, finding: Finding) -> None:
-    state, gpus = known(case.me.nccl), known(case.me.gpus)
-    facts, installed = state.facts, known(case.me.software).installed
-    cupy, wheels = installed(CUPY), installed(NCCL)
-    finding.note(*(cupy or ("no CuPy",)))
-    if facts.version:
-        finding.note(f"NCCL {nccl_version(facts.version)} through CuPy")
-    if facts.torch_version:
-        finding.note(f"NCCL {nccl_version(facts.torch_version)} of torch")
-    finding.note(*state.loaded)
-    if not gpus.devices:
-        raise Skipped("no GPU: NCCL has nothing to do", *(finding.found if cupy else ()))
-    if len(cupy) > 1:
-        advice = (
-            "Uninstall all of them, then install the one of your torch: `pip install hvlike[cuda12]`, [cuda13], [rocm]."
-        )
-        finding.fail("several distributions of CuPy overwrite each other's files", advice)
-    if not facts.version:
-        advice = f"Until then CUDA tensors travel through host memory, which is slower ({page('gpu')})."
-        finding.warn(f"NCCL cannot be used: {facts.missing}", advice)
+    if not known(case.me.gpus).devices:
+        raise Skipped("no GPU: NCCL has nothing to do")
+    state = known(case.me.nccl)
+    finding.note(f"NCCL {state.version or 'cannot be used'}", *state.loaded)
+    if not state.version:
+        advice = f"Until then GPU tensors travel through host memory, which is slower ({page('gpu')})."
+        finding.warn(state.missing, advice)
     if len(state.loaded) > 1:
         advice = "Leave one, torch's: uninstall the other wheel, or take its folder out of LD_LIBRARY_PATH."
         finding.warn("two copies of NCCL are loaded in one process", advice)
-    if facts.version and facts.torch_version and facts.version != facts.torch_version:
-        versions = nccl_version(facts.version), nccl_version(facts.torch_version)
-        advice = "Make them one: `pip install --force-reinstall` the nvidia-nccl wheel of torch."
-        finding.warn(f"CuPy calls NCCL {versions[0]}, torch was built with {versions[1]}", advice)
-    if len(wheels) > 1:
-        advice = "Uninstall the wheel that is not of torch's CUDA."
-        finding.warn(f"several wheels of NCCL: {', '.join(wheels)}", advice)

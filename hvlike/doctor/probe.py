@@ -19,14 +19,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
-from typing import IO, Any, Generic, NoReturn, TypeVar
+from typing import IO, Any, NoReturn, TypeVar
 
 from hvlike.errors import HvlikeError
 from hvlike.transport.host.parents import LauncherWatch
 
 T = TypeVar("T")
-Limits = Callable[[int], float]
-LIMIT = 20.0  # Seconds a probe may take for one record, unless the user says otherwise
+LIMIT = 30.0  # Seconds a probe may take for one record, unless the user says otherwise
 FAILED = "failed: "  # So the reason of a gap begins where an exception was raised
 _POLL_SECONDS = 0.1
 _LAST_LINES = 8
@@ -45,19 +44,17 @@ class Unanswered(Exception):
     """A check needs what could not be found out: its argument, a Gap."""
 
 
-def known(value: T | Gap) -> T:
-    """Return the answer. Raises: Unanswered when there is none."""
+class Skipped(Exception):
+    """A check does not apply: its arguments, texts, say why."""
+
+
+def known(value: T | Gap | None) -> T:
+    """Return the answer. Raises: Unanswered where there is none, Skipped where nobody has asked."""
+    if value is None:
+        raise Skipped("nothing to judge: the doctor did not come so far here")
     if isinstance(value, Gap):
         raise Unanswered(value)
     return value
-
-
-@dataclass(frozen=True)
-class Answers(Generic[T]):
-    """What a child has sent, and why it sent no more: None where it came to its end."""
-
-    records: tuple[T, ...]
-    gap: Gap | None
 
 
 class Prober:
@@ -78,17 +75,14 @@ class Prober:
             time.sleep(_POLL_SECONDS)
 
     def ask(self, question: Callable[[], T]) -> T | Gap:
-        """The answer, which must pickle, to a question in a child, or why there is none. Blocks up to the limit."""
-        answers = self.follow(lambda: (each() for each in [question]))
-        return answers.records[0] if answers.records else answers.gap or Gap("gave no answer")
+        """Ask a question in a child. Returns the answer, which must pickle, or why there is none. Blocks."""
+        records, gap = self.follow(lambda: (ask() for ask in [question]))
+        return records[0] if records else gap or Gap("gave no answer")
 
-    def follow(self, stages: Callable[[], Iterator[T]], limits: Limits | None = None) -> Answers[T]:
-        """Return what a generator yields in a child, up to where it ends, fails or is silent for too long. Blocks.
-
-        limits: seconds for the record of this number; default: the limit for each.
-        """
+    def follow(self, stages: Callable[[], Iterator[T]]) -> tuple[tuple[T, ...], Gap | None]:
+        """Return what a generator yields in a child, and why it did not come to its end; None: it did. Blocks."""
         if self.interrupted:
-            return Answers((), Gap("was not tried any more: the launcher is ending the job"))
+            return (), Gap("was not tried any more: the launcher is ending the job")
         with tempfile.TemporaryFile() as printed:
             reader, writer = Pipe(duplex=False)
             child = os.fork()
@@ -96,42 +90,37 @@ class Prober:
                 reader.close()
                 _answer(stages, writer, printed)
             writer.close()
+            records: list[T] = []
             try:
-                return self._collect(child, reader, limits or (lambda _: self.limit), printed)
+                while isinstance(message := self._receive(child, reader), tuple):
+                    records += message
             finally:
                 reader.close()
                 _end(child)
-
-    def _collect(self, child: int, reader: Connection, limits: Limits, printed: IO[bytes]) -> Answers[Any]:
-        records: list[Any] = []
-        while True:
-            try:
-                last, value = self._receive(reader, limits(len(records)))
-            except EOFError:
-                # The child has ended without a word.
-                _, status = os.waitpid(child, 0)
-                code = os.waitstatus_to_exitcode(status)
-                last, value = True, Gap(_ending(code), status=code)
-            if not last:
-                records.append(value)
-                continue
-            if value is not None:
+            if message is not None:
                 printed.seek(0)
-                lines = (line.rstrip() for line in printed.read().decode(errors="replace").splitlines())
-                value = replace(value, output=tuple(line for line in lines if line.strip(" -=*"))[-_LAST_LINES:])
-            return Answers(tuple(records), value)
+                lines = printed.read().decode(errors="replace").splitlines()
+                shown = [line.rstrip() for line in lines if line.strip(" -=*")][-_LAST_LINES:]
+                message = replace(message, output=tuple(shown))
+            return tuple(records), message
 
-    def _receive(self, reader: Connection, limit: float) -> tuple[bool, Any]:
-        """Return whether it is the last message, and a record, or at the end a Gap or None. Raises: EOFError."""
-        until = time.monotonic() + limit
+    def _receive(self, child: int, reader: Connection) -> tuple[Any] | Gap | None:
+        """Return the next record in a tuple, or at the end why it is one; None: the generator has ended."""
+        until = time.monotonic() + self.limit
         while not reader.poll(_POLL_SECONDS):
             if self.interrupted:
-                return True, Gap(_ending(-signal.SIGTERM), status=-signal.SIGTERM)
+                return Gap(_ending(-signal.SIGTERM), status=-signal.SIGTERM)
             if self._parents.is_orphan():
                 sys.exit(1)
             if time.monotonic() > until:
-                return True, Gap(f"was given up after {limit:g} s without an answer")
-        message: tuple[bool, Any] = reader.recv()
+                return Gap(f"was given up after {self.limit:g} s without an answer")
+        try:
+            message: tuple[Any] | Gap | None = reader.recv()
+        except EOFError:
+            # The child has ended without a word.
+            _, status = os.waitpid(child, 0)
+            code = os.waitstatus_to_exitcode(status)
+            return Gap(_ending(code), status=code)
         return message
 
 
@@ -142,21 +131,19 @@ def _answer(stages: Callable[[], Iterator[Any]], writer: Connection, printed: IO
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         # The child must not outlive the parent.
         ctypes.CDLL(None).prctl(_DEATH_SIGNAL, signal.SIGKILL)
-        for stream in (1, 2):
-            os.dup2(printed.fileno(), stream)
+        for number in (1, 2):
+            os.dup2(printed.fileno(), number)
         # The parent's streams may be objects of a test runner.
         sys.stdout, sys.stderr = (open(number, "w", buffering=1, closefd=False) for number in (1, 2))  # noqa: SIM115
         for record in stages():
-            writer.send((False, record))
-        writer.send((True, None))
+            writer.send((record,))
+        writer.send(None)
         status = 0
     except BaseException as error:
         if not isinstance(error, HvlikeError):
             # Errors of hvlike say all there is to say.
             traceback.print_exc()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        writer.send((True, Gap(f"{FAILED}{type(error).__name__}: {error}")))
+        writer.send(Gap(f"{FAILED}{type(error).__name__}: {error}"))
     finally:
         sys.stdout.flush()
         sys.stderr.flush()

@@ -8,8 +8,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from hvlike.doctor.job import JobProgress, read_job
-from hvlike.doctor.probe import Answers, Gap, Prober
+from hvlike.doctor.probe import Gap, Prober
 
 
 def hang() -> int:
@@ -82,11 +81,11 @@ def test_what_was_found_before_the_end_is_kept() -> None:
         yield "second"
         exit_early()
 
-    answers = Prober().follow(stages)
-    assert answers.records == ("first", "second")
-    assert answers.gap is not None
-    assert answers.gap.status == 3
-    assert Prober().follow(lambda: iter("ab")) == Answers(("a", "b"), None)
+    records, gap = Prober().follow(stages)
+    assert records == ("first", "second")
+    assert gap is not None
+    assert gap.status == 3
+    assert Prober().follow(lambda: iter("ab")) == (("a", "b"), None)
 
 
 def test_large_answers_arrive() -> None:
@@ -100,8 +99,7 @@ def test_no_child_is_left(then: Callable[[], object]) -> None:
         then()
 
     # The first answer may take its time on a busy machine; the second never comes.
-    answers = Prober().follow(stages, lambda number: 0.1 if number else 60)
-    (child,) = answers.records
+    (child,), _ = Prober(limit=5).follow(stages)
     with pytest.raises(ChildProcessError):
         os.waitpid(child, os.WNOHANG)
 
@@ -112,15 +110,3 @@ def test_after_the_launcher_has_asked_to_end_nothing_more_is_tried() -> None:
     answer = prober.ask(lambda: 1)
     assert isinstance(answer, Gap)
     assert "the launcher" in answer.reason
-
-
-@pytest.mark.parametrize("steps", range(5))
-def test_a_job_shows_where_it_ended(steps: int) -> None:
-    gap = Gap("ended")
-    records = ("place", "meeting", "running", "timings")[:steps]
-    expected = [*records, gap, None, None, None, None][:5]
-    assert read_job(Answers(records, gap)) == JobProgress(*expected)  # type: ignore[arg-type]
-
-
-def test_a_job_that_came_to_its_end_has_no_gap() -> None:
-    assert read_job(Answers((1, 2, 3, 4), None)) == JobProgress(1, 2, 3, 4, None)  # type: ignore[arg-type]
