@@ -1,82 +1,10 @@
-"""all_reduce, reduce and reduce_scatter: every operation and dtype that torch.distributed.ReduceOp defines."""
-
-import itertools
+"""Reductions beside the model: scaled and sparse sums, one rounding, equal bits, not-a-numbers."""
 
 import pytest
 import torch
 import torch.distributed as dist
 from support.torch_distributed.backend import BACKEND, World, beyond_gloo, on_several_hosts
-from support.torch_distributed.values import (
-    COMPLEX,
-    FLOATS,
-    INTEGERS,
-    UNKNOWN_TO_GLOO,
-    ReduceOp,
-    mine,
-    of_all,
-    reduced,
-)
-from torch import Tensor
-
-BITWISE = ("BAND", "BOR", "BXOR")
-CASES = [
-    *itertools.product(("SUM", "PRODUCT", "MIN", "MAX"), (*FLOATS, *INTEGERS, torch.bool)),
-    *itertools.product(("AVG",), (*FLOATS, *COMPLEX)),
-    *itertools.product(("SUM",), COMPLEX),
-    *itertools.product(BITWISE, (*INTEGERS, torch.bool)),
-]
-
-
-def refused_by_gloo(op: str, dtype: torch.dtype) -> bool:
-    return dtype in UNKNOWN_TO_GLOO or op in (*BITWISE, "AVG")
-
-
-each_case = pytest.mark.parametrize(
-    ("op", "dtype"),
-    [
-        pytest.param(op, dtype, marks=beyond_gloo if refused_by_gloo(op, dtype) else (), id=f"{op}-{str(dtype)[6:]}")
-        for op, dtype in CASES
-    ],
-)
-
-
-@each_case
-def test_all_reduce_leaves_the_same_on_every_rank(world: World, op: str, dtype: torch.dtype) -> None:
-    tensor = mine(world.rank, dtype=dtype)
-    assert dist.all_reduce(tensor, getattr(ReduceOp, op)) is None
-    torch.testing.assert_close(tensor, reduced(op, of_all(world.size, dtype=dtype)))
-
-
-@each_case
-def test_reduce_writes_on_the_root_alone(world: World, op: str, dtype: torch.dtype) -> None:
-    expected = reduced(op, of_all(world.size, dtype=dtype))
-    for root in range(world.size):
-        tensor = mine(world.rank, dtype=dtype)
-        dist.reduce(tensor, root, getattr(ReduceOp, op))
-        if world.rank == root:
-            torch.testing.assert_close(tensor, expected)
-        elif BACKEND != "gloo":
-            # gloo leaves what it had on the way.
-            assert torch.equal(tensor, mine(world.rank, dtype=dtype))
-
-
-@each_case
-def test_reduce_scatter_leaves_each_rank_its_part(world: World, op: str, dtype: torch.dtype) -> None:
-    """Rank i gets the reduction of tensor number i of every rank."""
-    parts = [mine(world.rank + place, dtype=dtype) for place in range(world.size)]
-    expected = reduced(op, [mine(rank + world.rank, dtype=dtype) for rank in range(world.size)])
-    output = torch.zeros(2, 3, dtype=dtype)
-    dist.reduce_scatter(output, parts, getattr(ReduceOp, op))
-    torch.testing.assert_close(output, expected)
-
-    output = torch.zeros(2, 3, dtype=dtype)
-    dist.reduce_scatter_tensor(output, torch.cat(parts), getattr(ReduceOp, op))
-    torch.testing.assert_close(output, expected)
-
-    if BACKEND != "gloo":
-        dist.reduce_scatter_tensor(output.zero_(), torch.stack(parts), getattr(ReduceOp, op))
-        torch.testing.assert_close(output, expected)
-    assert all(torch.equal(part, mine(world.rank + place, dtype=dtype)) for place, part in enumerate(parts))
+from support.torch_distributed.values import ReduceOp, mine, of_all
 
 
 @beyond_gloo
@@ -167,57 +95,9 @@ def test_a_sparse_sum_whose_entries_repeat(world: World) -> None:
     assert torch.equal(tensor.to_dense(), torch.tensor([0.0, 3.0 * world.size, 0.0]))
 
 
-def sums(world: World, *tensors: Tensor) -> bool:
-    return all(torch.equal(tensor, reduced("SUM", of_all(world.size, *tensor.shape))) for tensor in tensors)
-
-
-def test_coalesced_all_reduces(world: World) -> None:
-    shapes = ((3,), (2, 2), (5, 1, 2))
-    tensors = [mine(world.rank, *shape) for shape in shapes]
-    dist.all_reduce_coalesced(tensors)
-    assert sums(world, *tensors)
-
-    tensors = [mine(world.rank, *shape) for shape in shapes]
-    dist.all_reduce_coalesced(tensors, async_op=True).wait()
-    assert sums(world, *tensors)
-
-    tensors = [mine(world.rank, *shape) for shape in shapes]
-    with dist.distributed_c10d._coalescing_manager():
-        for tensor in tensors:
-            dist.all_reduce(tensor)
-    assert sums(world, *tensors)
-
-    tensors = [mine(world.rank, *shape) for shape in shapes]
-    with dist.distributed_c10d._coalescing_manager(async_ops=True) as manager:
-        for tensor in tensors:
-            dist.all_reduce(tensor)
-    manager.wait()
-    assert sums(world, *tensors)
-
-
-@pytest.mark.parametrize("op", ["PRODUCT", "MIN", "MAX"])
-def test_coalesced_all_reduces_by_other_operations(world: World, op: str) -> None:
-    tensors = [mine(world.rank, 2), mine(world.rank, 3)]
-    dist.all_reduce_coalesced(tensors, getattr(ReduceOp, op))
-    for tensor in tensors:
-        assert torch.equal(tensor, reduced(op, of_all(world.size, *tensor.shape)))
-
-
 @beyond_gloo
 def test_coalesced_all_reduces_of_complex_and_real_tensors(world: World) -> None:
     tensors = [mine(world.rank, 2), mine(world.rank, 3, dtype=torch.complex64)]
     dist.all_reduce_coalesced(tensors)
     for tensor in tensors:
-        assert torch.equal(tensor, reduced("SUM", of_all(world.size, *tensor.shape, dtype=tensor.dtype)))
-
-
-@beyond_gloo
-def test_coalesced_reduce_scatters(world: World) -> None:
-    for asynchronous in (False, True):
-        outputs = [torch.empty(2), torch.empty(3)]
-        with dist.distributed_c10d._coalescing_manager(async_ops=asynchronous) as manager:
-            for output in outputs:
-                dist.reduce_scatter_tensor(output, torch.cat([mine(world.rank, *output.shape)] * world.size))
-        if asynchronous:
-            manager.wait()
-        assert sums(world, *outputs)
+        assert torch.equal(tensor, sum(of_all(world.size, *tensor.shape, dtype=tensor.dtype)))

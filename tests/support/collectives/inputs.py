@@ -2,10 +2,12 @@
 
 import functools
 import math
-import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from hvlike import Average, Max, Min, Product, Sum
@@ -18,6 +20,8 @@ DTYPES = (*INTEGERS, *FLOATS, torch.bool, *COMPLEX)
 OPS = (Average, Sum, Min, Max, Product)
 
 CHUNK_BYTES = 256 * 1024
+
+Array = NDArray[Any]
 
 
 def defined(op: ReduceOp, dtype: torch.dtype) -> bool:
@@ -40,33 +44,38 @@ def contribution(rank: int, shape: Sequence[int], dtype: torch.dtype, seed: int 
     return values.to(dtype)
 
 
-def reduced(op: ReduceOp, inputs: Sequence[Tensor], prescale: float = 1.0, postscale: float = 1.0) -> Tensor:
-    """The reduction over ranks by definition, in the widest type, integers truncated toward zero at each scaling."""
+FOLDS: dict[str, np.ufunc] = {
+    "SUM": np.add,
+    "AVERAGE": np.add,
+    "MIN": np.minimum,
+    "MAX": np.maximum,
+    "PRODUCT": np.multiply,
+    "BAND": np.bitwise_and,
+    "BOR": np.bitwise_or,
+    "BXOR": np.bitwise_xor,
+}
+"""What numpy calls them; of truth values its sum is "or", its product "and"."""
+
+
+def reduced(op: ReduceOp | str, inputs: Sequence[Tensor], prescale: float = 1.0, postscale: float = 1.0) -> Tensor:
+    """Reduce over ranks by definition, in the widest type, integers truncated toward zero at each scaling."""
+    name = op if isinstance(op, str) else op.name
     dtype = inputs[0].dtype
-    if dtype is torch.bool:
-        fold = operator.or_ if op in (Sum, Max) else operator.and_
-        return functools.reduce(fold, inputs)
     whole = not dtype.is_floating_point and not dtype.is_complex
     wide = torch.int64 if whole else torch.complex128 if dtype.is_complex else torch.float64
-    scaled = [_scale(each.to(wide), prescale, whole) for each in inputs]
-    folds: dict[ReduceOp, Callable[[Tensor, Tensor], Tensor]] = {
-        Average: torch.add,
-        Sum: torch.add,
-        Min: torch.minimum,
-        Max: torch.maximum,
-        Product: torch.mul,
-    }
-    total = functools.reduce(folds[op], scaled)
-    return _scale(total, postscale / (len(inputs) if op is Average else 1), whole).to(dtype)
+    arrays = [each.detach().to(torch.bool if dtype is torch.bool else wide).numpy() for each in inputs]
+    total = functools.reduce(FOLDS[name], [_scale(each, prescale, whole) for each in arrays])
+    total = _scale(total, postscale / (len(inputs) if name == "AVERAGE" else 1), whole)
+    return torch.from_numpy(np.asarray(total)).to(dtype)
 
 
-def _scale(values: Tensor, factor: float, whole: bool) -> Tensor:
+def _scale(values: Array, factor: float, whole: bool) -> Array:
     if factor == 1:
         return values
     if not whole:
-        return values * factor
+        return np.asarray(values * factor)
     # Rounded before it is cut off: 3 * (1/3) is 1.
-    return (values.double() * factor + values.sign() * 1e-9).trunc().long()
+    return np.asarray(np.trunc(values * factor + np.sign(values) * 1e-9)).astype(np.int64)
 
 
 def contiguous(values: Tensor) -> Tensor:
@@ -83,7 +92,7 @@ def transposed(values: Tensor) -> Tensor:
 def with_gaps(values: Tensor) -> Tensor:
     """Every other element of a larger tensor."""
     shape = (*values.shape[:-1], 2 * values.shape[-1]) if values.dim() else (2,)
-    room = torch.zeros(shape, dtype=values.dtype)
+    room = torch.ones(shape, dtype=values.dtype)
     part = room[..., ::2] if values.dim() else room[1]
     part.copy_(values)
     return part
@@ -91,7 +100,7 @@ def with_gaps(values: Tensor) -> Tensor:
 
 def in_the_middle(values: Tensor) -> Tensor:
     """Contiguous, but neither at the start nor at the end of its storage."""
-    room = torch.zeros(values.numel() + 10, dtype=values.dtype)
+    room = torch.ones(values.numel() + 10, dtype=values.dtype)
     part = room[3 : 3 + values.numel()].view(values.shape)
     part.copy_(values)
     return part
@@ -100,6 +109,36 @@ def in_the_middle(values: Tensor) -> Tensor:
 def channels_last(values: Tensor) -> Tensor:
     """Channels fastest, for images (4-d); contiguous otherwise."""
     return values.clone(memory_format=torch.channels_last if values.dim() == 4 else torch.contiguous_format)
+
+
+def lazy(values: Tensor) -> Tensor:
+    """A conjugate or negative that torch has not computed yet."""
+    if values.is_complex():
+        return torch.conj_physical(values).conj()
+    return torch._neg_view(-values) if values.is_floating_point() else values.clone()
+
+
+def leaf(values: Tensor) -> Tensor:
+    """A leaf that requires grad, as parameters are."""
+    return values.clone().requires_grad_(values.is_floating_point() or values.is_complex())
+
+
+def inferred(values: Tensor) -> Tensor:
+    """A tensor of inference mode."""
+    with torch.inference_mode():
+        return values.clone()
+
+
+def untouched_beside(tensor: Tensor, values: Tensor) -> bool:
+    """Whether `values` stand where the tensor lies in a room of ones, and nothing else was written there."""
+    room = tensor._base
+    if room is None or tensor.is_conj() or tensor.is_neg():
+        return True
+    room = room.clone()
+    part = room.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
+    stands = torch.equal(part, values)
+    part.fill_(1)
+    return stands and bool((room == 1).all())
 
 
 LAYOUTS = (contiguous, transposed, with_gaps, in_the_middle, channels_last)

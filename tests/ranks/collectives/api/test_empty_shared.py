@@ -7,7 +7,7 @@ from types import ModuleType
 
 import pytest
 import torch
-from support.collectives.inputs import DTYPES, OPS, contribution, defined, reduced, same
+from support.collectives.inputs import OPS, contribution, reduced, same
 from torch import Tensor
 
 from hvlike.backends.arithmetic.reduce_op import ReduceOp
@@ -16,7 +16,6 @@ from hvlike.backends.shared_memory.work_sync import LEAST_SHARED
 from hvlike.errors import HorovodInternalError, MismatchError, ShapeMismatchError, UsageError
 
 LONG = 3 * 65536 + 17
-CASES = [(op, dtype) for op in OPS for dtype in DTYPES if defined(op, dtype)]
 
 
 @pytest.fixture
@@ -36,19 +35,6 @@ def direct(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def once_if_shared(hvd: ModuleType, tensors: int = 1) -> list[int]:
     """What `direct` holds after one reduction without staging; a job of one has nothing to reduce."""
     return [tensors] if hvd.size() > 1 else []
-
-
-@pytest.mark.parametrize(("op", "dtype"), CASES, ids=str)
-def test_every_op_and_dtype(hvd: ModuleType, op: ReduceOp, dtype: torch.dtype) -> None:
-    inputs = [contribution(rank, (5, 3), dtype) for rank in range(hvd.size())]
-    tensor = hvd.empty_shared(5, 3, dtype=dtype)
-    assert tensor.shape == (5, 3)
-    assert tensor.dtype is dtype
-    assert tensor.is_contiguous()
-    for _ in range(2):
-        tensor.copy_(inputs[hvd.rank()])
-        assert hvd.allreduce_(tensor, op=op) is tensor
-        same(tensor, reduced(op, inputs))
 
 
 @pytest.mark.parametrize("op", OPS, ids=lambda op: op.name.lower())

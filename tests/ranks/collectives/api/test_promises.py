@@ -1,47 +1,14 @@
-"""Factors and divisors: what is multiplied, in which type, and how it is rounded."""
+"""What collectives promise beside the values of the model: rounding, range, not-a-numbers, equal bits, defaults."""
 
 import math
 from types import ModuleType
 
 import pytest
 import torch
-from support.collectives.inputs import COMPLEX, FLOATS, INTEGERS, OPS, contribution, defined, reduced, same
+from support.collectives.inputs import contribution, same
 
 from hvlike.backends.arithmetic.reduce_op import ReduceOp
-
-
-def contributions(hvd: ModuleType, dtype: torch.dtype) -> list[torch.Tensor]:
-    return [contribution(rank, (7, 3), dtype) for rank in range(hvd.size())]
-
-
-@pytest.mark.parametrize("dtype", [*INTEGERS, *FLOATS, *COMPLEX], ids=str)
-def test_every_contribution_is_prescaled_and_the_result_postscaled(hvd: ModuleType, dtype: torch.dtype) -> None:
-    ops = [op for op in OPS if defined(op, dtype)]
-    for prescale, postscale in ((0.5, 1.0), (1.0, 2.0), (2.0, 0.5), (3, 1)):
-        # Products of larger numbers would overflow before the postscale brings them back.
-        inputs = [each.clip(max=1) if dtype in INTEGERS else each for each in contributions(hvd, dtype)]
-        inputs = [each.clip(min=-1) if dtype in INTEGERS and dtype.is_signed else each for each in inputs]
-        factors = {"prescale_factor": prescale, "postscale_factor": postscale}
-        handles = [hvd.allreduce_async(inputs[hvd.rank()], op=op, **factors) for op in ops]
-        for op, handle in zip(ops, handles, strict=True):
-            same(hvd.synchronize(handle), reduced(op, inputs, prescale, postscale))
-
-
-def test_all_forms_take_factors(hvd: ModuleType) -> None:
-    inputs = contributions(hvd, torch.float32)
-    mine, expected = inputs[hvd.rank()], reduced(hvd.Sum, inputs, 3.0, 0.5)
-    factors = {"op": hvd.Sum, "prescale_factor": 3.0, "postscale_factor": 0.5}
-    same(hvd.allreduce(mine, **factors), expected)
-    same(hvd.allreduce_(mine.clone(), **factors), expected)
-    same(hvd.synchronize(hvd.allreduce_async_(mine.clone(), **factors)), expected)
-    for grouped in (
-        hvd.grouped_allreduce([mine, mine], **factors),
-        hvd.grouped_allreduce_([mine.clone(), mine.clone()], **factors),
-        hvd.synchronize(hvd.grouped_allreduce_async([mine, mine], **factors)),
-        hvd.synchronize(hvd.grouped_allreduce_async_([mine.clone(), mine.clone()], **factors)),
-    ):
-        for each in grouped:
-            same(each, expected)
+from hvlike.collectives.controller.operations import even_rows
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.int16, torch.int32, torch.int64], ids=str)
@@ -93,3 +60,50 @@ def test_the_deprecated_average_argument_still_works(hvd: ModuleType) -> None:
             result = hvd.allreduce(mine, average=average)
         assert result.tolist() == [expected] * 3
         assert seen[0].filename == __file__
+
+
+def test_all_ranks_hold_the_same_bits(hvd: ModuleType) -> None:
+    # Sums of such numbers depend on the order of the summands in their last bits.
+    values = torch.randn(40_000, generator=torch.Generator().manual_seed(hvd.rank())) / 3
+    total = hvd.allreduce(values)
+    assert torch.equal(total, hvd.broadcast(total, root_rank=0))
+
+
+def test_expanded_tensors_are_reduced_out_of_place(hvd: ModuleType) -> None:
+    row = contribution(hvd.rank(), (1, 6), torch.float32)
+    result = hvd.allreduce(row.expand(4, 6), op=hvd.Sum)
+    rows = [contribution(rank, (1, 6), torch.float32) for rank in range(hvd.size())]
+    same(result, sum(rows).expand(4, 6))
+    result[0, 0] = 99  # the elements of the result are its own
+    assert result[1, 0] != 99
+
+
+def test_the_bits_of_nan_arrive_unchanged(hvd: ModuleType) -> None:
+    payload = torch.tensor([0x7FC01234 + hvd.rank(), -1], dtype=torch.int32)
+    arrived = hvd.broadcast(payload.view(torch.float32), root_rank=0).view(torch.int32)
+    assert arrived.tolist() == [0x7FC01234, -1]
+
+
+@pytest.mark.parametrize(
+    ("total", "size", "rows"),
+    [(5, 2, (3, 2)), (5, 3, (2, 2, 1)), (2, 4, (1, 1, 0, 0)), (0, 3, (0, 0, 0)), (8, 4, (2, 2, 2, 2)), (7, 1, (7,))],
+)
+def test_the_first_ranks_have_one_row_more(total: int, size: int, rows: tuple[int, ...]) -> None:
+    assert even_rows(total, size) == rows
+
+
+def test_the_order_of_the_arguments_is_horovods(hvd: ModuleType) -> None:
+    ones = torch.ones(hvd.size())
+    scaled = hvd.reducescatter(ones, "rows", hvd.Compression.fp16, hvd.Sum, hvd.global_process_set, 2.0, 3.0)
+    assert scaled.tolist() == [6.0 * hvd.size()]
+    handle = hvd.reducescatter_async(ones, "rows", hvd.Sum, hvd.global_process_set, 2.0, 3.0)
+    assert hvd.synchronize(handle).tolist() == [6.0 * hvd.size()]
+    group = hvd.grouped_reducescatter([ones], "rows", hvd.Compression.fp16, hvd.Sum, hvd.global_process_set, 2.0, 3.0)
+    assert group[0].tolist() == [6.0 * hvd.size()]
+    handle = hvd.grouped_reducescatter_async([ones], "rows", hvd.Sum, hvd.global_process_set, 2.0, 3.0)
+    assert hvd.synchronize(handle)[0].tolist() == [6.0 * hvd.size()]
+
+
+def test_sixteen_bit_averages_do_not_overflow(hvd: ModuleType) -> None:
+    result = hvd.reducescatter(torch.full((hvd.size(), 10), 60000.0, dtype=torch.float16))
+    assert bool((result == 60000.0).all())
