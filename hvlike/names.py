@@ -65,7 +65,6 @@ from hvlike.errors import HorovodInternalError, HvlikeError
 from hvlike.join import join
 from hvlike.training.broadcast import broadcast_optimizer_state, broadcast_parameters
 from hvlike.training.distributed_optimizer import DistributedOptimizer, clip_grad_norm_
-from hvlike.training.elastic.checkpoint import gather_optimizer_state
 from hvlike.training.sync_batch_norm import SyncBatchNorm, convert_sync_batchnorm
 from hvlike.untraced import keep_untraced
 from hvlike.version import __version__
@@ -86,7 +85,7 @@ __all__ += ["alltoall", "alltoall_async", "barrier", "join"]
 __all__ += ["Handle", "empty_shared", "poll", "synchronize"]
 __all__ += ["ProcessSet", "add_process_set", "global_process_set", "remove_process_set"]
 __all__ += ["DistributedOptimizer", "SyncBatchNorm", "clip_grad_norm_", "convert_sync_batchnorm"]
-__all__ += ["broadcast_optimizer_state", "broadcast_parameters", "gather_optimizer_state", "progress"]
+__all__ += ["broadcast_optimizer_state", "broadcast_parameters", "progress"]
 __all__ += ["Statistics", "start_timeline", "statistics", "stop_timeline"]
 __all__ += ["HorovodInternalError", "HvlikeError", "__version__"]
 __all__ += ["autograd", "checkpoint", "elastic", "horovod", "nn", "optim", "rpc"]

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from hvlike.training.ddp.comm_hooks import (
     GradBucket,
-    PowerSGDState,
     allreduce_hook,
     bf16_compress_hook,
     fp16_compress_hook,
-    powerSGD_hook,
 )
 from hvlike.training.ddp.data_parallel import DistributedDataParallel
 from hvlike.untraced import keep_untraced
 
-__all__ = ["DistributedDataParallel", "GradBucket", "PowerSGDState"]
-__all__ += ["allreduce_hook", "bf16_compress_hook", "fp16_compress_hook", "powerSGD_hook"]
+__all__ = ["DistributedDataParallel", "GradBucket"]
+__all__ += ["allreduce_hook", "bf16_compress_hook", "fp16_compress_hook"]
 
 keep_untraced(globals())

@@ -23,7 +23,6 @@ from hvlike.collectives.api.allreduce import allreduce
 from hvlike.collectives.api.broadcast import broadcast_async_
 from hvlike.collectives.api.objects import allgather_object, broadcast_object
 from hvlike.collectives.api.outcome import settle
-from hvlike.collectives.compression import StatefulCompressor
 from hvlike.collectives.requests.process_set import ProcessSet
 from hvlike.collectives.requests.request import check_tensors, check_writable
 from hvlike.collectives.session.basics import rank
@@ -152,9 +151,7 @@ def broadcast_optimizer_state(
 ) -> None:
     """Give the optimizer of every rank the root's state and options; parameters are not touched.
 
-    Tensors are sent as tensors, everything else is pickled. The root's optimizer is not changed. If the optimizer has a
-    compressor, every rank gets the part of the compressor's state that must be equal on all ranks, and keeps the errors
-    of its own gradients.
+    Tensors are sent as tensors, everything else is pickled. The root's optimizer is not changed.
     Collective: every rank of the set calls it. Blocks until done.
 
     Args:
@@ -172,9 +169,7 @@ def broadcast_optimizer_state(
 
     Source: horovod.torch.broadcast_optimizer_state.
     """
-    memory: StatefulCompressor | None = None
     if isinstance(optimizer, DelegatingOptimizer):
-        memory = optimizer.memory_to_replace(_STATE)
         optimizer = optimizer.wrapped
     if not isinstance(optimizer, Optimizer):
         raise WrongTypeError(
@@ -185,14 +180,12 @@ def broadcast_optimizer_state(
     is_root = rank() == root_rank
 
     def packed() -> tuple[bytes, list[Tensor]]:
-        return _pack_state(optimizer, parameters, memory) if is_root else (b"", [])
+        return _pack_state(optimizer, parameters) if is_root else (b"", [])
 
     def adopt() -> None:
         if not is_root:
-            state, options, shared = unpack(data, parameters, list(numbered.values()))
+            state, options = unpack(data, parameters, list(numbered.values()))
             _adopt(optimizer, state, options)
-            if memory is not None and shared is not None:
-                memory.load_shared(shared)
 
     data, tensors = settle(_STATE, packed, process_set)
     told = data, [TensorForm.of(tensor) for tensor in tensors]
@@ -222,12 +215,10 @@ def _layout_of(optimizer: Optimizer) -> dict[str, str]:
     return layout
 
 
-def _pack_state(
-    optimizer: Optimizer, parameters: Sequence[Tensor], memory: StatefulCompressor | None
-) -> tuple[bytes, list[Tensor]]:
-    """Return what the root sends: state, options and what a compressor shares; and the tensors in it."""
+def _pack_state(optimizer: Optimizer, parameters: Sequence[Tensor]) -> tuple[bytes, list[Tensor]]:
+    """Return what the root sends, state and options, and the tensors in it."""
     options = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
-    return pack((dict(optimizer.state), options, memory and memory.shared_state()), parameters)
+    return pack((dict(optimizer.state), options), parameters)
 
 
 def _memory_for(forms: Sequence[TensorForm], parameters: Sequence[Tensor]) -> list[Tensor]:

@@ -115,12 +115,12 @@ class JoinRound:
     def _stand_in(self, hooks: Sequence[JoinHook], *, beats: bool) -> tuple[int, int]:
         """Return how many iterations this rank has missed, and the rank that joined last."""
         set_state = self._set_state
-        planned, marks = set_state.proxies.planned, set_state.proxies.marks()
+        planned, names = set_state.proxies.planned, set_state.proxies.names()
         try:
             set_away(set_state, True, inline=not beats)
             set_state.proxies.check_idle("The Join context was left")
             scope = JoinScope.PLANS if beats else JoinScope.EVERYTHING
-            handle = begin_join(set_state, planned, marks, scope, f"left its Join context of {self._what}")
+            handle = begin_join(set_state, planned, names, scope, f"left its Join context of {self._what}")
             missed = self._run_main_hooks(hooks) if beats else 0
             end: JoinEnd = self._wait_beside_proxies(JOIN_KEY, handle).result()
             end_join([set_state], [end])

@@ -7,7 +7,7 @@ A rank that has joined contributes neutral values until all ranks have joined; h
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -19,7 +19,6 @@ from hvlike.backends.cuda.device_backend import DeviceBackend
 from hvlike.backends.op_queue import Job
 from hvlike.backends.operation import Operation, synchronize
 from hvlike.collectives.api.allreduce import allreduce_async
-from hvlike.collectives.compression import Mark
 from hvlike.collectives.requests.join_protocol import JOIN_KEY, JoinEnd, JoinRequest, JoinScope, LeaveRequest
 from hvlike.collectives.requests.process_set import ProcessSet, global_process_set
 from hvlike.collectives.requests.request import RequestKey, RequestSpec
@@ -63,21 +62,21 @@ def set_away(set_state: ProcessSetState, away: bool, *, inline: bool = True) -> 
 def begin_join(
     set_state: ProcessSetState,
     planned: Sequence[PersistentOperation],
-    marks: Mapping[str, Mark],
+    names: frozenset[str],
     scope: JoinScope,
     how: str,
 ) -> Operation:
     """Say that this rank has no more data; the handle's result, a JoinEnd, is there when all have said so.
 
     planned: what the set has planned, from before `set_away`; the caller keeps it until `end_join`, as others count on
-    its proxies.
+    its proxies. names: what this rank could plan anew.
     """
     proxies = set_state.proxies
     request = JoinRequest(
         set_state.controller.names.counts(),
         frozenset(each.serial for each in planned if each.serial is not None),
         proxies.spare_queues(),
-        marks,
+        names,
         scope,
         how,
     )
@@ -168,14 +167,14 @@ def join(device: int = -1) -> int:
         if set_state.rounds.inside:
             raise UsageError("hvd.join() inside a Join context, which does the same at its end. Leave it first.")
     planned = [set_state.proxies.planned for set_state in set_states]
-    marks = [set_state.proxies.marks() for set_state in set_states]
+    names = [set_state.proxies.names() for set_state in set_states]
     try:
         for set_state in set_states:
             set_away(set_state, True)
             set_state.proxies.check_idle("hvd.join()")
         handles = [
             begin_join(set_state, plans, mine, JoinScope.EVERYTHING, "called hvd.join()")
-            for set_state, plans, mine in zip(set_states, planned, marks, strict=True)
+            for set_state, plans, mine in zip(set_states, planned, names, strict=True)
         ]
         ends: list[JoinEnd] = [handle.result() for handle in handles]
         end_join(set_states, ends)

@@ -22,10 +22,8 @@ from hvlike.collectives.compression import (
     Compression,
     CompressorLike,
     NoneCompressor,
-    StatefulCompressor,
     describe_compressor,
 )
-from hvlike.collectives.compression.compressor import Exchange, Packers
 from hvlike.collectives.requests.reduction import Operand, arithmetic_of, is_dense, reduce_operands, row_by_row
 from hvlike.errors import MismatchError
 from hvlike.transport.loop.coroutine import Coroutine
@@ -192,11 +190,6 @@ class ReductionSettings:
     def compresses(self) -> bool:
         return self.compression is not Compression.none
 
-    @property
-    def memory(self) -> StatefulCompressor | None:
-        """The compressor, where it remembers something from step to step."""
-        return self.compression if isinstance(self.compression, StatefulCompressor) else None
-
     def wire_dtype(self, dtype: torch.dtype) -> torch.dtype | None:
         """What tensors of this dtype travel as, element by element; None where the compressor alone knows."""
         if type(self.compression) is CastCompressor:
@@ -225,17 +218,15 @@ class Bucket:
         strides: Sequence[tuple[int, ...] | None],
         dtypes: Sequence[torch.dtype],
         settings: ReductionSettings,
-        names: Sequence[str] = (),
         rank: int = 0,
     ) -> None:
-        """strides, dtypes, names: of each entry. A stateful compressor remembers by names and rank."""
+        """strides, dtypes: of each entry. rank: among those that reduce, for Adasum."""
         self.entries = tuple(entries)
         self.pick = pick(self.entries)
-        self._names = [names[index] for index in entries] if names else []
         self._rank = rank
         self._strides = [strides[index] for index in entries]
         self._settings = settings
-        self._packers: Packers = {}
+        self._packers: dict[torch.dtype, FusionBuffer] = {}
         self.parts = self._same_dtypes([dtypes[index] for index in entries])
 
     @property
@@ -261,17 +252,14 @@ class Bucket:
         # First, so that a rank that fails in its job has been counted: the others end their step.
         count = 0 if active is None else (yield from backend.count_active(active))
         originals = [tensor.detach() for tensor in tensors]
-        if self._settings.memory is not None:
-            yield from self._settings.memory.reduce(self._names, originals, self._exchange(backend))
-        else:
-            yield from self._compress(backend, originals)
+        yield from self._compress(backend, originals)
         return count
 
     def _same_dtypes(self, dtypes: Sequence[torch.dtype]) -> list[Part] | None:
         """What travels together, where each element travels as itself or cast; None where it takes more than that."""
         settings = self._settings
         wires = [settings.wire_dtype(dtype) for dtype in dtypes]
-        if settings.op is ReduceOp.ADASUM or settings.memory is not None:
+        if settings.op is ReduceOp.ADASUM:
             return None
         parts: list[Part] = []
         for wire in dict.fromkeys(wires):
@@ -300,9 +288,5 @@ class Bucket:
         if settings.op is ReduceOp.ADASUM:
             whole = Adasum(self._rank, settings.size, settings.prescale, settings.postscale)
             return in_host_memory(backend, flats, whole.allreduce)
-        packer = self._packers.setdefault((dtype, ()), FusionBuffer())
+        packer = self._packers.setdefault(dtype, FusionBuffer())
         return packer.allreduce(backend, flats, settings.arithmetic(dtype))
-
-    def _exchange(self, backend: Backend) -> Exchange:
-        settings = self._settings
-        return Exchange(backend, (self._rank, settings.size), settings.factor, settings.arithmetic, self._packers)

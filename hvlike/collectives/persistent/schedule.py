@@ -94,12 +94,11 @@ class Schedule:
         self.described = describe_names(agreed.names)
         self.entries = len(agreed.names)
         self._agreed = agreed
-        self.memory = settings.memory
         self._dtypes: list[torch.dtype] = [getattr(torch, name) for name in agreed.dtypes]
         groups: Sequence[Sequence[int]] = agreed.settings[1]
         self.plan = make_plan(agreed, [dtype.itemsize for dtype in self._dtypes], groups)
         self.buckets = [
-            Bucket(entries, self.plan.strides, self._dtypes, settings, agreed.names, queue.group.rank)
+            Bucket(entries, self.plan.strides, self._dtypes, settings, queue.group.rank)
             for entries in self.plan.buckets
         ]
         self._on_device = {
@@ -200,15 +199,6 @@ class Schedule:
         """What this thread does with results on the device meanwhile is done after they are there."""
         device = self.device
         return _NOTHING if device is None else device.runtime.use(device.stream)
-
-    def commit(self) -> None:
-        """All buckets of a step are reduced: a compressor remembers the step. On every rank, or it is agreed anew."""
-        if self.memory is not None:
-            self.memory.commit()
-
-    def roll_back(self) -> None:
-        if self.memory is not None:
-            self.memory.roll_back()
 
     def zeros(self) -> dict[int, torch.Tensor]:
         """Tensors for all buckets, by entry."""

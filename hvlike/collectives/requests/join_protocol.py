@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 import torch
 
 from hvlike.backends.arithmetic.reduce_op import ReduceOp, identity
-from hvlike.collectives.compression import Mark, merge_marks
 from hvlike.collectives.requests.reduction import row_by_row
 from hvlike.collectives.requests.request import RequestKey, RequestSpec
 from hvlike.errors import HorovodInternalError
@@ -33,7 +32,7 @@ class JoinRequest:
     counts: Mapping[str, int]  # How many unnamed operations of each kind it has issued
     plans: frozenset[int]  # The planned reductions it takes part in, by their serial numbers
     spare_queues: frozenset[int] = frozenset()
-    marks: Mapping[str, Mark] = field(default_factory=dict)  # What it could plan anew, by name
+    names: frozenset[str] = frozenset()  # What it could plan anew
     scope: JoinScope = JoinScope.EVERYTHING
     how: str = "called hvd.join()"  # For the errors of others; the same on all ranks, or they do not belong together
 
@@ -93,10 +92,7 @@ class JoinState:
         return [position for position, each in self.requests.items() if each.scope is JoinScope.EVERYTHING]
 
     def knows(self, name: str) -> bool:
-        return all(name in each.marks for each in self.requests.values())
-
-    def merge_mark(self, name: str, mark: Mark) -> Mark:
-        return merge_marks([mark, *(each.marks[name] for each in self.requests.values() if name in each.marks)])
+        return all(name in each.names for each in self.requests.values())
 
     def take_queue(self, number: int) -> int:
         """The queue `number` if it is spare on those that have joined, too; else -1. Once: later it is in use."""

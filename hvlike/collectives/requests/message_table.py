@@ -108,8 +108,6 @@ class MessageTable:
             self.plans += 1
             self.joins.planned(self.plans)
             extra = extra._replace(serial=self.plans, spare_queue=self.joins.take_queue(extra.spare_queue))
-        if first.kind == "plan":
-            extra = extra._replace(memory=self.joins.merge_mark(key[1], extra.memory))
         return Response(key, first, extra, None, uniform)
 
     def _find_different_joins(self, ranks: Sequence[int], specs: Sequence[RequestSpec]) -> HorovodInternalError | None:

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 import torch
 
-from hvlike.collectives.compression import Mark, merge_marks
 from hvlike.errors import MismatchError, ShapeMismatchError
 
 Options: TypeAlias = tuple[tuple[str, str], ...]
@@ -119,7 +118,6 @@ class Proposal(NamedTuple):
     sizes: BucketSizes
     settings: tuple[Any, ...]  # What else has to be equal: op, factors, compression, groups
     devices: tuple[str, ...]  # Kind of the device of each; empty for those that are reduced in host memory
-    memory: Mark = Mark()  # What the compressor remembers that has to be equal; where it is not, it is forgotten
     spare_queue: int = -1  # A queue that an earlier reducer of this rank has given back; -1: none
     portable: Any = None  # What a rank without this reducer must know to take part for one that has joined
     serial: int = -1  # Number of the agreed plan; different from that of every other plan of the process set
@@ -149,9 +147,8 @@ def merge_proposals(proposals: Sequence[Proposal]) -> Proposal:
     )
     # Ranks can lag behind in giving queues back; then a new one is opened.
     spare_queue = first.spare_queue if all(each.spare_queue == first.spare_queue for each in proposals) else -1
-    memory = merge_marks([each.memory for each in proposals])
     apart = find_apart([each.start for each in proposals])
-    return first._replace(sparse=sparse, strides=strides, memory=memory, spare_queue=spare_queue, start=(), apart=apart)
+    return first._replace(sparse=sparse, strides=strides, spare_queue=spare_queue, start=(), apart=apart)
 
 
 def find_apart(starts: Sequence[Sequence[int]]) -> tuple[int, int] | None:

@@ -10,7 +10,7 @@ import math
 import threading
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, MutableMapping, MutableSet, Sequence
+from collections.abc import Callable, Iterable, MutableMapping, MutableSet, Sequence
 from functools import partial
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
@@ -23,7 +23,6 @@ from hvlike.backends.cuda.device_backend import DeviceBackend, on_device
 from hvlike.backends.cuda.runtime import Event
 from hvlike.backends.op_queue import OpQueue, OpQueues
 from hvlike.backends.operation import Operation
-from hvlike.collectives.compression import Mark
 from hvlike.collectives.controller.controller import Controller
 from hvlike.collectives.controller.member_tree import OPTIONS
 from hvlike.collectives.health.option_watch import OptionWatch, ReadOptions
@@ -86,9 +85,7 @@ class PlanProxy(JoinedProxy):
         if self.finished:
             return
         if not self._goes_on(self._schedule.active):
-            self._schedule.roll_back()
             return
-        self._schedule.commit()
         with self._schedule.in_stream():
             for tensor in self._tensors.values():
                 tensor.zero_()
@@ -153,8 +150,8 @@ class PersistentOperation(ABC):
         return self.queue is not None and self.queue.broken is None
 
     @abstractmethod
-    def mark(self) -> Mark:
-        """What is remembered from step to step, in short."""
+    def check_can_join(self) -> None:
+        """Raise UsageError where nothing can stand in while this rank has joined. Local."""
 
     @abstractmethod
     def has_no_more_data(self) -> None:
@@ -297,8 +294,11 @@ class JoinedProxies:
         used = {each.queue.number for each in list(self._by_name.values())}
         return frozenset(self._queues.spare_numbers()) - used
 
-    def marks(self) -> Mapping[str, Mark]:
-        return {each.name: each.mark() for each in self.planned}
+    def names(self) -> frozenset[str]:
+        """Return the names of all that could be planned anew. Raises: UsageError where a rank cannot join. Local."""
+        for operation in self.planned:
+            operation.check_can_join()
+        return frozenset(operation.name for operation in self.planned)
 
     @property
     def missed(self) -> int:

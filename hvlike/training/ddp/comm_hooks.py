@@ -6,9 +6,9 @@ no copy. A user's hook is called bucket by bucket at the end of backward, by a H
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
-from inspect import getclosurevars, signature
+from inspect import getclosurevars
 from types import FunctionType
 from typing import Any, ClassVar
 
@@ -18,12 +18,12 @@ from torch.futures import Future
 
 from hvlike.backends.operation import Operation
 from hvlike.collectives.api.allreduce import allreduce
-from hvlike.collectives.compression import Compression, CompressionStats, CompressorLike, PowerSGD, StatefulCompressor
+from hvlike.collectives.compression import Compression, CompressorLike
 from hvlike.collectives.requests.plan import fill_buckets
 from hvlike.collectives.requests.process_set import ProcessSet
 from hvlike.collectives.requests.reduction import Average, Max
 from hvlike.collectives.session.context import current
-from hvlike.errors import UsageError, WrongTypeError
+from hvlike.errors import UsageError
 from hvlike.training.gradients.grad_state import gradient_dtype
 from hvlike.training.gradients.reduction import Reduction, ranks_of_group
 from hvlike.transport.memory.dtypes import dtype_name
@@ -133,7 +133,10 @@ class HookedReducer:
         gradients = [tensor.detach() for tensor in tensors]
         self.absent = self._of_no_rank(missing)
         buckets = self._buckets(gradients)
-        started = [self.hook(self.state, bucket) for _, bucket in buckets]
+        started: Iterable[Any] = (self.hook(self.state, bucket) for _, bucket in buckets)
+        if not _is_of_torch(self.hook):
+            # Torch's go on in callbacks: those of several buckets at once would come in another order on each rank.
+            started = list(started)
         replaced: dict[int, Tensor] = {}
         for (indices, bucket), pending in zip(buckets, started, strict=True):
             result = self._result(pending, bucket)
@@ -174,58 +177,6 @@ class HookedReducer:
                 f"a Future or an hvlike Handle of one, for bucket {bucket.index()}; got {got}."
             )
         return value
-
-
-class PowerSGDState:
-    """The state of `powerSGD_hook` for one module: its options, and what it remembers from step to step.
-
-    Args:
-        process_group: Accepted for compatibility with torch and ignored: the ranks are those of the module.
-        matrix_approximation_rank: Rank of the approximations; a higher rank is more exact and slower.
-        start_powerSGD_iter: How many steps are reduced in full before compression begins.
-        min_compression_rate: A gradient is compressed only where that saves at least this factor.
-        use_error_feedback: Add what compression has left out of a step to the next gradients.
-        warm_start: Start each step from the approximation of the one before.
-        orthogonalization_epsilon: Added to lengths of vectors before they are divided by.
-        random_seed: Seed of the first approximation, the same on every rank.
-        compression_stats_logging_frequency: Accepted without effect: call compression_stats() at any time.
-        batch_tensors_with_same_shape: Accepted without effect: all matrices of a bucket travel together.
-
-    Raises:
-        UsageError: A value is wrong.
-
-    Source: torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook.PowerSGDState.
-    """
-
-    def __init__(
-        self,
-        process_group: ProcessSet | None = None,
-        matrix_approximation_rank: int = 1,
-        start_powerSGD_iter: int = 1_000,
-        min_compression_rate: float = 2.0,
-        use_error_feedback: bool = True,
-        warm_start: bool = True,
-        orthogonalization_epsilon: float = 0.0,
-        random_seed: int = 0,
-        compression_stats_logging_frequency: int = 10_000,
-        batch_tensors_with_same_shape: bool = False,
-    ) -> None:
-        self.process_group = process_group
-        self.compression_stats_logging_frequency = compression_stats_logging_frequency
-        self.batch_tensors_with_same_shape = batch_tensors_with_same_shape
-        self.compressor = PowerSGD(
-            matrix_approximation_rank=matrix_approximation_rank,
-            start_powerSGD_iter=start_powerSGD_iter,
-            min_compression_rate=min_compression_rate,
-            use_error_feedback=use_error_feedback,
-            warm_start=warm_start,
-            orthogonalization_epsilon=orthogonalization_epsilon,
-            random_seed=random_seed,
-        )
-
-    def compression_stats(self) -> CompressionStats:
-        """Return how much was saved so far on this rank, in bytes; torch counts elements. Local."""
-        return self.compressor.compression_stats()
 
 
 def hooked_reducer(
@@ -288,64 +239,27 @@ def bf16_compress_hook(process_set: ProcessSet | None, bucket: GradBucket) -> Fu
     return _averages(process_set, bucket, Compression.bf16)
 
 
-def powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> Future[Tensor]:
-    """Average over the ranks; gradients travel as low-rank approximations. You can only register it.
-
-    Args:
-        state: The PowerSGDState.
-        bucket: The gradients.
-
-    Returns:
-        Nothing: a call raises UsageError.
-
-    Raises:
-        UsageError: Always.
-
-    Source: torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook.
-    """
-    raise UsageError("powerSGD_hook can only be registered: ddp.register_comm_hook(PowerSGDState(...), powerSGD_hook).")
-
-
 def compression_of(state: Any, hook: object) -> CompressorLike | None:
     """Return the compression that a hook of this file, or torch's of the same name, stands for; None for others."""
-    place, name = getattr(hook, "__module__", None) or "", getattr(hook, "__name__", "")
-    if place.startswith(_OF_TORCH):
+    name = getattr(hook, "__name__", "")
+    if _is_of_torch(hook):
         # Those reduce over a process group of torch.distributed: with one as their state they stay as they are.
-        if name == "powerSGD_hook" and getattr(state, "process_group", hook) is None:
-            options = {each: getattr(state, each) for each in signature(PowerSGD).parameters if each != "random_seed"}
-            # The first word of a generator's state is its seed.
-            state = PowerSGDState(random_seed=int(state.rng.get_state()[1][0]), **options)
-            hook = powerSGD_hook
-        elif name in _SAME_NAMES and state is None:
+        if name in _SAME_NAMES and state is None:
             hook = _SAME_NAMES[name]
         elif name in _NEED_A_GROUP and not torch.distributed.is_initialized():
             raise UsageError(
                 f"{name} of torch reduces over a process group of torch.distributed, and none is there. Register "
-                f"{', '.join(sorted({*_SAME_NAMES, 'powerSGD_hook'}))} of hvlike.nn, a hook of your own that calls "
-                'hvlike, or start torch.distributed over hvlike first: torch.distributed.init_process_group("hvlike").'
+                f"{', '.join(sorted(_SAME_NAMES))} of hvlike.nn, a hook of your own that calls hvlike, or start "
+                ' torch.distributed over hvlike first: torch.distributed.init_process_group("hvlike").'
             )
         elif name in _WRAPPERS and isinstance(hook, FunctionType):
-            return _compression_of_wrapper(state, name, getclosurevars(hook).nonlocals["hook"])
-    if hook is powerSGD_hook:
-        compressor = getattr(state, "compressor", state)
-        if not isinstance(compressor, StatefulCompressor):
-            raise WrongTypeError(f"powerSGD_hook needs a PowerSGDState as its state, got {type(state).__name__}.")
-        return compressor
+            inner = compression_of(state, getclosurevars(hook).nonlocals["hook"])
+            return _WRAPPERS[name] if inner is Compression.none else None
     return _COMPRESSION.get(hook)
 
 
-def _compression_of_wrapper(state: Any, name: str, inner: object) -> CompressorLike | None:
-    compression = compression_of(state, inner)
-    if compression is Compression.none:
-        return _WRAPPERS[name]
-    needs_group = inner is not powerSGD_hook and torch.distributed.is_initialized()
-    if isinstance(compression, StatefulCompressor) and not needs_group:
-        raise UsageError(
-            f"{name} of torch cannot go around powerSGD_hook here: hvlike sends low-rank approximations in the type of "
-            "the gradients. Register powerSGD_hook alone, which sends less than a cast would; or start "
-            'torch.distributed over hvlike, torch.distributed.init_process_group("hvlike"), and register both of torch.'
-        )
-    return None
+def _is_of_torch(hook: object) -> bool:
+    return (getattr(hook, "__module__", None) or "").startswith("torch.distributed.algorithms.ddp_comm_hooks.")
 
 
 _COMPRESSION: dict[object, CompressorLike] = {
@@ -353,7 +267,6 @@ _COMPRESSION: dict[object, CompressorLike] = {
     fp16_compress_hook: Compression.fp16,
     bf16_compress_hook: Compression.bf16,
 }
-_OF_TORCH = "torch.distributed.algorithms.ddp_comm_hooks."
 _SAME_NAMES = {hook.__name__: hook for hook in (allreduce_hook, fp16_compress_hook, bf16_compress_hook)}
 _WRAPPERS: dict[str, CompressorLike] = {
     "fp16_compress_wrapper_hook": Compression.fp16,

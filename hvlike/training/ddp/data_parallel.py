@@ -30,7 +30,7 @@ from hvlike.training.ddp.comm_hooks import Hook, allreduce_hook, compression_of,
 from hvlike.training.ddp.end_of_backward import is_inside_backward
 from hvlike.training.ddp.module_gradients import ModuleGradients
 from hvlike.training.ddp.module_sync import BufferSync, verify_and_broadcast
-from hvlike.training.gradients.reduction import Reduction, load_local_memory, local_memory
+from hvlike.training.gradients.reduction import Reduction
 from hvlike.training.gradients.usage_errors import warn_user
 from hvlike.training.join import Join
 from hvlike.training.joinable import BuiltInJoinable, JoinConfig
@@ -193,31 +193,6 @@ class DistributedDataParallel(nn.Module, BuiltInJoinable):
         buffers = {f"buffer {name}": buffer for name, buffer in left.items()}
         self._gradients.reducers.comparison.start_with({**parameters, **buffers})
 
-    def local_state_dict(self) -> dict[str, Any]:
-        """Return what powerSGD_hook remembers on this rank, for elastic.TorchState; empty without it. Local."""
-        reduction = self._gradients.reducers.reduction
-        if reduction.memory is None:
-            return {}
-        # state_dict() is that of the module.
-        return local_memory(reduction) | {"shared": reduction.memory.shared_state()}
-
-    def load_local_state_dicts(self, states: Mapping[int, dict[str, Any]], ranks_before: int) -> None:
-        """Go on from a commit, with the ranks there are now. For elastic.TorchState. Local.
-
-        Args:
-            states: What local_state_dict() has returned on all ranks, by rank; with as many ranks as now on this one.
-            ranks_before: How many ranks there were; 0: there was no commit, and this rank keeps what it has.
-        """
-        memory = self._gradients.reducers.reduction.memory
-        if not ranks_before or memory is None:
-            return
-        # An error may have interrupted a backward pass.
-        self._gradients.abandon()
-        memory.roll_back()
-        state = load_local_memory(self._gradients.reducers.reduction, states)
-        if state is not None:
-            memory.load_shared(state["shared"])
-
     def _parameters_to_train(self) -> dict[str, Tensor]:
         return parameters_of(self.module, self.parameters_to_ignore)
 
@@ -244,14 +219,15 @@ class DistributedDataParallel(nn.Module, BuiltInJoinable):
     def register_comm_hook(self, state: Any, hook: Hook) -> None:
         """Let gradients be reduced in another way; once, by every rank of the set. Local.
 
-        The hooks of hvlike.nn (allreduce_hook, fp16_compress_hook, bf16_compress_hook, powerSGD_hook) become settings
-        of the planned reduction and are not called.
+        The hooks of hvlike.nn (allreduce_hook, fp16_compress_hook, bf16_compress_hook) become settings of the planned
+        reduction and are not called.
 
         Args:
             state: First argument of the hook.
             hook: `hook(state, bucket)` gets a GradBucket of this rank's own gradients and returns what replaces them:
                 a tensor of as many elements, or a torch Future or hvlike Handle of one. Called in backward's thread
-                for every bucket at the end of a pass, before the first result is waited for.
+                for every bucket at the end of a pass, before the first result is waited for; torch's own hooks for
+                one bucket after the other.
 
         Raises:
             UsageError: The hook cannot be called.

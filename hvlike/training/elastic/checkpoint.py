@@ -16,50 +16,12 @@ from torch import Tensor
 from hvlike.collectives.api.broadcast import broadcast_
 from hvlike.collectives.api.objects import broadcast_object, describe_error
 from hvlike.collectives.api.outcome import settle
-from hvlike.collectives.session.basics import rank, size
 from hvlike.collectives.session.context import current
-from hvlike.errors import CheckpointError, UsageError, WrongTypeError
+from hvlike.errors import CheckpointError, UsageError
 from hvlike.training.distributed_optimizer import DistributedOptimizer
 from hvlike.training.elastic.checkpoint_files import CheckpointFile, list_files, prune, read, write
 from hvlike.training.elastic.local_parts import unwrapped
 from hvlike.training.elastic.local_state import may_be_lost
-
-
-def gather_optimizer_state(optimizer: DistributedOptimizer, root_rank: int = 0) -> dict[str, Any] | None:
-    """Return, on the root, the optimizer's state dict with the compression errors of all ranks in it.
-
-    Saved by the root and loaded by every rank, it continues a compressed run exactly, in a job of the same size.
-    Without a compressor that remembers errors it is `optimizer.state_dict()`.
-    Collective: every rank of the optimizer's process set calls it, between steps. Blocks until done. Besides what the
-    root keeps, the errors of one rank at a time are in memory.
-
-    Args:
-        optimizer: The DistributedOptimizer.
-        root_rank: Rank of the root in the job.
-
-    Returns:
-        The state dict; None on the other ranks.
-
-    Raises:
-        UsageError: optimizer is no DistributedOptimizer.
-    """
-    if not isinstance(optimizer, DistributedOptimizer):
-        raise WrongTypeError(f"gather_optimizer_state expects a DistributedOptimizer, got {type(optimizer).__name__}.")
-    process_set = optimizer.process_set
-    state = optimizer.state_dict()
-    memory = state.get("compression")
-    errors: dict[int, dict[str, Tensor]] = {}
-    for each in process_set.ranks or range(size()):
-        # Sent from host memory, so that the root does not get them on its GPU.
-        kept = memory["errors"] if memory is not None and each == rank() else {}
-        own = {number: {name: error.cpu() for name, error in found.items()} for number, found in kept.items()}
-        received = broadcast_object(own, each, process_set=process_set)
-        if rank() == root_rank:
-            errors.update(received)
-    if rank() != root_rank:
-        return None
-    return state if memory is None else state | {"compression": memory | {"errors": errors}}
-
 
 _PLAIN = (bool, int, float, complex, str, bytes, Tensor, type(None))
 
@@ -67,6 +29,10 @@ _PLAIN = (bool, int, float, complex, str, bytes, Tensor, type(None))
 def is_stateful(value: object) -> bool:
     """Whether the contents of the value are saved and loaded, and the object stays the same."""
     return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
+
+
+def _contents_of(value: Any) -> Any:
+    return unwrapped(value).state_dict() if is_stateful(value) else value
 
 
 def restore_parts(parts: Mapping[str, Any], saved: dict[str, Any], where: str) -> dict[str, Any]:
@@ -160,28 +126,15 @@ def save_all(folder: str | os.PathLike[str], step: int, saved: Mapping[str, Any]
     """What save() does with values of any name. Collective; blocks. Raises as save() does."""
     check_values(saved)
     world = current().world
-    gathered: dict[str, Any] = {}
-    compressed = settle(
-        "checkpoint.save",
-        lambda: [name for name, value in saved.items() if _is_compressed(value)],
-        as_it_is=True,
-        name=_SAVE,
-    )
-    for name, value in saved.items():
-        if isinstance(value, DistributedOptimizer):
-            if name in compressed:
-                gathered[name] = gather_optimizer_state(value)
-        elif callable(getattr(value, "consolidate_state_dict", None)):
+    for value in saved.values():
+        if callable(getattr(value, "consolidate_state_dict", None)):
             # A ZeroRedundancyOptimizer: its state_dict() is complete on rank 0 after this.
             value.consolidate_state_dict(to=0)
     path, error = "", None
     if world.rank == 0:
         try:
             buffer = io.BytesIO()
-            for name, value in saved.items():
-                if name not in gathered:
-                    gathered[name] = unwrapped(value).state_dict() if is_stateful(value) else value
-            torch.save(gathered, buffer)
+            torch.save({name: _contents_of(value) for name, value in saved.items()}, buffer)
             file = write(Path(folder), step, buffer.getbuffer())
             prune(Path(folder), keep, file)
             path = str(file.path)
@@ -196,10 +149,6 @@ def save_all(folder: str | os.PathLike[str], step: int, saved: Mapping[str, Any]
             "are still there; make room, or pass a folder that rank 0 can write to."
         ) from error
     return written
-
-
-def _is_compressed(value: object) -> bool:
-    return isinstance(value, DistributedOptimizer) and "compression" in value.state_dict()
 
 
 def load(folder: str | os.PathLike[str], *, trusted: bool = False, **into: Any) -> Checkpoint | None:

@@ -1,4 +1,4 @@
-"""What only one rank has (a ZeRO shard, what compression has left over), kept so that it survives the loss of ranks.
+"""What only one rank has (a ZeRO shard, the state of Adasum), kept so that it survives the loss of ranks.
 
 At a commit each rank copies its own state and gets a copy of that of the rank before it. After a loss:
 
@@ -24,7 +24,6 @@ from hvlike.collectives.api.objects import allgather_object
 from hvlike.collectives.api.outcome import settle
 from hvlike.collectives.session.basics import rank, size
 from hvlike.training.elastic.copies import flatten_state, read_state, resized
-from hvlike.training.gradients.optimizer_wrapper import DelegatingOptimizer
 from hvlike.training.gradients.planned_queue import PlannedQueue
 from hvlike.transport.loop.coroutine import Coroutine
 
@@ -59,14 +58,6 @@ def has_common_state(part: Any) -> bool:
 def may_be_lost(part: Any) -> bool:
     """Whether training goes on without the part's local state where nobody has it any more."""
     return getattr(part, "may_be_lost", False)
-
-
-def common_state_of(part: Any) -> Any:
-    """state_dict() of the part, without what compression has left over on this rank, which is in local_state_dict()."""
-    state = part.state_dict()
-    if isinstance(part, DelegatingOptimizer) and "compression" in state:
-        return state | {"compression": state["compression"] | {"errors": {}}}
-    return state
 
 
 class Held(NamedTuple):

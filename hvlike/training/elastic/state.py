@@ -29,7 +29,6 @@ from hvlike.training.elastic.local_state import (
     Found,
     LocalState,
     LocalStates,
-    common_state_of,
     has_common_state,
     may_be_lost,
 )
@@ -224,7 +223,7 @@ def _buffers_of(name: str) -> str:
 
 def _copies(parts: Mapping[str, Any], given_up: Mapping[str, Any]) -> dict[str, Any]:
     return {
-        name: copy_into(given_up.get(name), common_state_of(value))
+        name: copy_into(given_up.get(name), value.state_dict())
         for name, value in parts.items()
         if has_common_state(value)
     }
@@ -236,7 +235,7 @@ class TorchState(ObjectState):
     Modules, optimizers, ElasticSamplers and objects with state_dict and load_state_dict (learning rate schedulers,
     GradScalers) stay the same objects, and their contents are saved, restored and synchronised. Setting such an
     attribute replaces and saves the object. All others are values, which are copied and pickled.
-    State that differs between ranks (the shards of a ZeroRedundancyOptimizer, what compression has left over, buffers
+    State that differs between ranks (the shards of a ZeroRedundancyOptimizer, the state with op=Adasum, buffers
     of modules such as the running statistics of BatchNorm, and what an object's local_state_dict() returns, see
     LocalState) is copied to the next rank at each commit, and so survives the loss of a rank. The first two commits
     after sync() compare the parameters of modules between ranks. restore() is local, and save() where there is no such

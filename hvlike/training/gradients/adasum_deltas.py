@@ -89,10 +89,6 @@ class AdasumDeltas:
     def discard(self) -> None:
         """Do nothing: no gradient is under way."""
 
-    def memory_changed(self, call: str) -> None:
-        """A compressor's memory is replaced: agree with the other ranks again. Local."""
-        self.reducers.drop()
-
     def abandon(self) -> None:
         """Forget the reducer. Local."""
         self.reducers.abandon()

@@ -282,9 +282,3 @@ class Gradients:
         self.parameters.one_hook.end(self.parameters.slots)
         for slot in self.parameters.slots:
             slot.passes = 0
-
-    def memory_changed(self, call: str) -> None:
-        """A compressor's memory is replaced: agree with the other ranks again. `call` does that, for errors. Local."""
-        if self.phase is Phase.REDUCING:
-            raise usage_errors.changed_while_reducing(call)
-        self.reducers.drop()

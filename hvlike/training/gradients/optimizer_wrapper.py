@@ -14,12 +14,11 @@ from torch.optim import Optimizer
 
 from hvlike.backends.arithmetic.reduce_op import ReduceOp
 from hvlike.collectives.api.allreduce import allreduce
-from hvlike.collectives.compression import StatefulCompressor
-from hvlike.collectives.requests.process_set import ProcessSet
+from hvlike.collectives.requests.process_set import ProcessSet, global_process_set
 from hvlike.training.gradients.adasum_deltas import AdasumDeltas
 from hvlike.training.gradients.grad_state import declared_dtype
 from hvlike.training.gradients.gradients import Gradients
-from hvlike.training.gradients.reduction import Reduction, load_local_memory, local_memory
+from hvlike.training.gradients.reduction import Reduction
 
 
 class DelegatingOptimizer(Optimizer):
@@ -48,69 +47,42 @@ class DelegatingOptimizer(Optimizer):
         """Called when `param_groups` is read, two frames below the reader."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the wrapped optimizer and, under "compression", what a compressor remembers. Local.
-
-        Other optimizers ignore that key. It holds the errors of this rank alone: for an exact continuation every rank
-        saves its own state dict, or one rank gathers them all (hvlike.gather_optimizer_state).
-        """
-        state = self._wrapped.state_dict()
-        memory = self._reduction.memory
-        remembered = {} if memory is None else memory.state_dict()
-        return state | {"compression": remembered} if remembered else state
+        """Return the state of the wrapped optimizer. Local."""
+        return self._wrapped.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state dict of this or of a plain optimizer; without "compression" in it, compression starts anew.
-
-        A rank takes the errors that the same rank of a job of the same size has saved, and starts without where there
-        are none. Local; all ranks load before the next step, or one does and broadcast_optimizer_state follows.
+        """Load a state dict of this or of a plain optimizer. Local; all ranks load before the next step, or one does
+        and broadcast_optimizer_state follows.
 
         Args:
             state_dict: What state_dict() of this or of the wrapped optimizer has returned.
-
-        Raises:
-            UsageError: Between backward and step, with a compressor that remembers something.
         """
-        memory = self.memory_to_replace("optimizer.load_state_dict()")
-        if memory is not None:
-            memory.load_state_dict(state_dict.get("compression", {}))
         self._wrapped.load_state_dict(state_dict)
 
-    def memory_to_replace(self, call: str) -> StatefulCompressor | None:
-        """Return what a compressor remembers, if it does; `call` replaces it, and the ranks agree on it anew. Local."""
-        memory = self._reduction.memory
-        if memory is not None:
-            self._gradients.memory_changed(call)
-        return memory
-
     def local_state_dict(self) -> dict[str, Any]:
-        """Return what only this rank has, for elastic.TorchState: its errors of compression, or Adasum's state. Local.
-
-        Empty without compression that remembers, and without Adasum.
-        """
-        reduction = self._reduction
-        if reduction.memory is None and not reduction.of_deltas:
+        """Return what only this rank has, for elastic.TorchState: the state with op=Adasum, else nothing. Local."""
+        if not self._reduction.of_deltas:
             return {}
-        state = local_memory(reduction)
-        return state | {"optimizer": self._wrapped.state_dict()} if reduction.of_deltas else state
+        ranks = self._reduction.process_set or global_process_set
+        number, place = (ranks.process_set_id, ranks.rank()) if ranks.included() else (None, None)
+        return {"process_set": number, "rank": place, "optimizer": self._wrapped.state_dict()}
 
     def load_local_state_dicts(self, states: Mapping[int, dict[str, Any]], ranks_before: int) -> None:
         """Go on from a commit, with the ranks there are now. For elastic.TorchState, after load_state_dict. Local.
 
-        With fewer ranks each takes over what one or more of the earlier ranks have left over, so that no part of a
-        gradient is lost or counted twice. With op=Adasum, whose ranks have states of their own, it is that of one.
+        With op=Adasum, whose ranks have states of their own, with that of the earlier rank of this rank's number.
 
         Args:
             states: What local_state_dict() has returned on all ranks, by rank; with as many ranks as now on this one.
                 Empty: this rank keeps what it has.
             ranks_before: How many ranks there were; 0: there was no commit.
         """
-        reduction = self._reduction
-        if not states or (reduction.memory is None and not reduction.of_deltas):
+        ranks = self._reduction.process_set or global_process_set
+        if not self._reduction.of_deltas or not ranks.included():
             return
-        self._gradients.memory_changed("optimizer.load_local_state_dicts()")
-        state = load_local_memory(reduction, states)
-        if state is not None and "optimizer" in state:
-            self._wrapped.load_state_dict(deepcopy(state["optimizer"]))
+        for state in states.values():
+            if (state["process_set"], state["rank"]) == (ranks.process_set_id, ranks.rank()):
+                self._wrapped.load_state_dict(deepcopy(state["optimizer"]))
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:

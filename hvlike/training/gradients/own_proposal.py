@@ -16,7 +16,6 @@ from operator import attrgetter
 import torch
 
 from hvlike.backends.cuda.runtime import kind_of
-from hvlike.collectives.compression import Mark
 from hvlike.collectives.persistent.bucket import ReductionSettings
 from hvlike.collectives.requests.plan import BucketSizes, Entry, Proposal, equal_parts
 from hvlike.collectives.requests.request import order_in_memory
@@ -56,9 +55,7 @@ class OwnProposal:
         self.entries = [replace(entry, dtype=dtype) for entry, dtype in zip(self.entries, dtypes, strict=True)]
         return True
 
-    def of(
-        self, tensors: Sequence[torch.Tensor], arrived: Iterable[int], settings: ReductionSettings, memory: Mark
-    ) -> Proposal:
+    def of(self, tensors: Sequence[torch.Tensor], arrived: Iterable[int], settings: ReductionSettings) -> Proposal:
         """Return the proposal for these tensors. arrived: entries in the order of their arrival, as far as known."""
         entries = self.entries
         return Proposal(
@@ -71,7 +68,6 @@ class OwnProposal:
             sizes=self.sizes,
             settings=(settings.describe(), tuple(tuple(group) for group in self._groups)),
             devices=tuple(kind_of(entry.device) for entry in entries),
-            memory=memory,
             portable=settings if settings.is_portable else None,
             start=tuple(self.start.values()),
         )

@@ -24,7 +24,6 @@ from hvlike.backends.cuda.device_backend import on_device
 from hvlike.backends.cuda.runtime import Event, kind_of, runtime_of
 from hvlike.backends.fusion_buffer import SMALL_BYTES
 from hvlike.backends.op_queue import Job, OpQueue
-from hvlike.collectives.compression import Mark
 from hvlike.collectives.controller.tensor_queue import calling_thread
 from hvlike.collectives.controller.trace import exposed_wait, recorded
 from hvlike.collectives.health.option_watch import ReadOptions
@@ -248,13 +247,12 @@ class PlannedQueue(PersistentOperation):
     def has_no_more_data(self) -> None:
         self._ready = self._tensors_ready()
 
-    def mark(self) -> Mark:
+    def check_can_join(self) -> None:
         if self.stand_in is None:
             raise UsageError(
                 f"{self.name!r} is in use on this rank, and cannot go on without it: a rank that has no more data "
                 "cannot join while it exists."
             )
-        return Mark()
 
     def proxy(self) -> JoinedProxy:
         queue, serial, stand_in = self.queue, self.serial, self.stand_in

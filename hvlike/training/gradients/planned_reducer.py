@@ -19,7 +19,6 @@ import torch
 from hvlike.backends.base import INCOMPLETE
 from hvlike.backends.op_queue import OpQueue
 from hvlike.collectives.api.sparse import start_sparse_sum
-from hvlike.collectives.compression import Mark
 from hvlike.collectives.controller.trace import begin_wait
 from hvlike.collectives.health.wait_for_graph import STEP
 from hvlike.collectives.persistent.bucket import ActiveJob, ReductionSettings
@@ -157,7 +156,7 @@ class PlannedReducer(PersistentOperation):
             else:
                 self._reduce_dense(schedule, tensors, in_memory, missing)
                 if schedule.incomplete:
-                    self._note_absent(schedule, tensors)
+                    self.absent = schedule.absent
             if self._early.may_use_hooks:
                 self._early.note_speed(slow=schedule.slow_network)
             if not schedule.plan.sparse and self._set_state.controller.positions.failure is None:
@@ -201,7 +200,7 @@ class PlannedReducer(PersistentOperation):
         self._reduce_dense(schedule, tensors, None, missing)
         replaced |= {index: total() for index, total in totals.items()}
         if schedule.incomplete:
-            self._note_absent(schedule, tensors)
+            self.absent = schedule.absent
         elif not schedule.buckets:
             # Nothing has carried the count: what has no element is taken for nothing, on all ranks alike.
             self.absent = [index for index, total in replaced.items() if not total._nnz()]
@@ -221,16 +220,13 @@ class PlannedReducer(PersistentOperation):
 
     def forget(self) -> None:
         super().forget()
-        if self.schedule is not None:
-            self.schedule.roll_back()
         self.schedule = self._steady_in = None
         self._early.follow(None)
 
     # -- what a join needs ----------------------------------------------------------------------
 
-    def mark(self) -> Mark:
-        memory = self._settings.memory
-        return Mark() if memory is None else memory.mark()
+    def check_can_join(self) -> None:
+        """Do nothing: zeros stand in."""
 
     def has_no_more_data(self) -> None:
         """Nothing is to be done: what stands in has tensors of its own."""
@@ -246,7 +242,7 @@ class PlannedReducer(PersistentOperation):
 
     def _agree(self, tensors: Sequence[torch.Tensor]) -> Schedule:
         """Propose what this rank has; the schedule that all ranks derive from all proposals."""
-        proposal = self.proposal.of(tensors, self._early.marked, self._settings, self.mark())
+        proposal = self.proposal.of(tensors, self._early.marked, self._settings)
         home = None if self._streams is None else self._streams.home
         queue, agreed = self._agree_on_queue("plan", proposal, home)
         group = self._set_state.group
@@ -254,21 +250,12 @@ class PlannedReducer(PersistentOperation):
         return self._follow(queue, agreed)
 
     def _follow(self, queue: OpQueue, agreed: Proposal) -> Schedule:
-        if self._settings.memory is not None:
-            self._settings.memory.align(agreed.memory)
         schedule = self.schedule = Schedule(agreed, queue, self._settings)
         self.queue, self.serial = queue, agreed.serial
         self._early.follow(schedule.plan)
         return schedule
 
     # -- one step -------------------------------------------------------------------------------
-
-    def _note_absent(self, schedule: Schedule, tensors: Sequence[torch.Tensor]) -> None:
-        absent: Collection[int] = schedule.absent
-        if self._settings.memory is not None:
-            # What a compressor had left over of earlier steps has arrived.
-            absent = [index for index in absent if tensors[index].is_sparse or not tensors[index].any()]
-        self.absent = absent
 
     def _reduce_dense(
         self,
@@ -308,8 +295,6 @@ class PlannedReducer(PersistentOperation):
                 raise operation.error
         if self._streams is not None:
             self._leave_streams(self._streams, schedule)
-        if schedule.memory is not None:
-            schedule.memory.commit()
 
     def _leave_streams(self, streams: GradientStreams, schedule: Schedule) -> None:
         error = streams.leave(schedule.device)

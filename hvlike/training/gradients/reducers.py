@@ -1,6 +1,6 @@
 """The reducers of one optimizer or module, one after another, under the name by which the ranks match it.
 
-    none       before the first reduction, and after a change: parameters, a compressor's memory, another hvlike
+    none       before the first reduction, and after a change: parameters, another hvlike
       |  ready(): collective only when the reducer agrees, in its first step
     current    made for the parameters of now; a gradient that arrives is marked ready
       |  drop()
@@ -80,10 +80,8 @@ class Reducers:
         return ", ".join(part for part in (kind, "" if first.startswith("noname.") else first) if part)
 
     def keeps(self, slot: GradState | None) -> bool:
-        """Whether to reduce a frozen parameter once more; not where nothing would use up what compression remembers."""
-        if slot is None or not slot.was_trained:
-            return False
-        return self.reduction.memory is None or slot.parameter.grad is not None
+        """Whether to reduce a frozen parameter once more."""
+        return slot is not None and slot.was_trained
 
     def is_gone(self) -> bool:
         """Whether the reducer belongs to an hvlike that has ended."""

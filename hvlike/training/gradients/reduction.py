@@ -1,4 +1,4 @@
-"""How the gradients of one optimizer or module are reduced: the settings, and what compression has left over."""
+"""How the gradients of one optimizer or module are reduced: the settings."""
 
 from __future__ import annotations
 
@@ -13,13 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hvlike.backends.arithmetic.reduce_op import ReduceOp, op_name, reduce_op
-from hvlike.collectives.compression import (
-    Compression,
-    CompressorLike,
-    StatefulCompressor,
-    check_compressed_op,
-    check_compressor,
-)
+from hvlike.collectives.compression import Compression, CompressorLike, check_compressor
 from hvlike.collectives.controller.owner_names import Owner
 from hvlike.collectives.persistent.bucket import ReductionSettings
 from hvlike.collectives.requests.plan import BucketSizes, Entry
@@ -115,15 +109,11 @@ class Reduction:
             raise UsageError(f"gradient_predivide_factor not supported with op != Average, got op {op_name(op)}.")
         if not self.predivide_factor > 0:
             raise UsageError(f"gradient_predivide_factor must be > 0, got {self.predivide_factor}.")
-        check_compressed_op(check_compressor(self.compression), op)
+        check_compressor(self.compression)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Reduction:
         # A copy of the process set would not be registered.
         return replace(self, groups=deepcopy(self.groups, memo), compression=deepcopy(self.compression, memo))
-
-    @property
-    def memory(self) -> StatefulCompressor | None:
-        return self.compression if isinstance(self.compression, StatefulCompressor) else None
 
     @property
     def of_deltas(self) -> bool:
@@ -178,8 +168,6 @@ class Reduction:
 
     def reducer(self, name: str, names: Sequence[str], parameters: Sequence[Tensor]) -> PlannedReducer:
         size, factor = self.size(current()), self.predivide_factor
-        if self.memory is not None:
-            self.memory.claim(self)
         entries = [
             Entry(name=each, shape=tuple(parameter.shape), dtype=self._dtype_of(parameter), device=parameter.device)
             for each, parameter in zip(names, parameters, strict=True)
@@ -194,40 +182,3 @@ class Reduction:
         if self.bucket_bytes is not None:
             reducer.resize(BucketSizes(self.bucket_bytes, self.bucket_bytes))
         return reducer
-
-
-def local_memory(reduction: Reduction) -> dict[str, Any]:
-    """Return this rank's place among those that reduce, and what is left over of its gradients. Local."""
-    ranks = reduction.process_set or global_process_set
-    if not ranks.included():
-        return {"process_set": None}
-    place = ranks.rank() or 0, ranks.size() or 1
-    errors = {} if reduction.memory is None else reduction.memory.errors_of(place)
-    return {"process_set": ranks.process_set_id, "rank": place[0], "size": place[1], "errors": errors}
-
-
-def load_local_memory(reduction: Reduction, states: Mapping[int, dict[str, Any]]) -> dict[str, Any] | None:
-    """Go on from what `local_memory` has returned on all ranks; with as many ranks as now, on this one. Local.
-
-    With fewer ranks rank r takes over from the earlier ranks r, r + N, r + 2 N, ...: the sum of what they have left
-    over, which for op=Average is made as much as it was in an average over the earlier ranks. So no part of a gradient
-    is lost or counted twice.
-
-    Returns:
-        The state of the earlier rank of this rank's number; None where this rank does not reduce.
-    """
-    ranks = reduction.process_set or global_process_set
-    rank, size = (ranks.rank() or 0, ranks.size() or 1) if ranks.included() else (0, 0)
-    errors: dict[str, Tensor] = {}
-    same: dict[str, Any] | None = None
-    for state in states.values():
-        if not size or state["process_set"] != ranks.process_set_id or state["rank"] % size != rank:
-            continue
-        factor = size / state["size"] if reduction.op is ReduceOp.AVERAGE else 1.0
-        for name, error in state["errors"].items():
-            errors[name] = error * factor + errors[name] if name in errors else error * factor
-        if state["rank"] == rank:
-            same = state
-    if reduction.memory is not None:
-        reduction.memory.load_errors(errors, (rank, size) if size else None)
-    return same

@@ -16,11 +16,9 @@ def jobs(folder: Path) -> list[Job]:
     examples = quote(str(CHECKOUT / "examples"))
     digits = f"{examples}/digits.py --epochs 4 --batch-size 64 --lr 0.05 --warmup-epochs 1"
     ported = f"{examples}/ported.py --epochs 3"
-    low_rank = f"{examples}/powersgd.py --epochs 4 --warmup-epochs 1 --full-epochs 0.5"
     synthetic = f"{examples}/synthetic_benchmark.py --model resnet18 --image-size 32 --batch-size 2 --fp16-allreduce"
     stopped = {
         "digits, stopped": f"{digits} --output {place}/parts --stop-after 2",
-        "powersgd, stopped": f"{low_rank} --output {place}/powersgd --stop-after 2",
         "remote_add": f"{examples}/autograd_remote_add.py --mode smart --draw {place}/graph.dot",
         "model_parallel": f"{examples}/autograd_model_parallel.py --epochs 2 --mode fast",
         "clipping, helper": f"{examples}/gradient_clipping.py --epochs 2 --recipe helper",
@@ -35,9 +33,6 @@ def jobs(folder: Path) -> list[Job]:
     }
     resumed = {
         "digits, resumed": f"{digits} --output {place}/parts --resume",
-        "powersgd, resumed": f"{low_rank} --output {place}/powersgd --resume",
-        "powersgd, whole": f"{low_rank} --output {place}/whole_powersgd",
-        "topk": f"{examples}/powersgd.py --compression topk --epochs 4 --warmup-epochs 1 --output {place}/topk",
         "ported, join": f"{ported} --fp16-allreduce --uneven --base-lr 0.03 --save {place}/join.pt",
         "ported, sums": f"{ported} --batches-per-allreduce 2 --base-lr 0.015 --save {place}/sums.pt",
         "uneven_optimizer": f"{examples}/uneven_optimizer.py --epochs 2",

@@ -2,7 +2,7 @@
 
     PYTHONPATH=tests python -m support.kills --runs 200                  shrink
     PYTHONPATH=tests python -m support.kills --runs 200 --spares 2       hot spares
-    PYTHONPATH=tests python -m support.kills --runs 20 --training zero   what only one rank has; powersgd, too
+    PYTHONPATH=tests python -m support.kills --runs 20 --training zero   what only one rank has
     PYTHONPATH=tests python -m support.kills --runs 20 --two-hosts kill      ranks of both; cut: the link between them
 
 Each run starts `program.py` under `mpirun --with-ft ulfm` on 2 to 6 ranks and kills one rank, two at once, or several
@@ -42,7 +42,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=150, help="a multiple of 3: the last step has a commit")
     parser.add_argument("--seed", type=int, default=None)
     parser.add_argument("--ranks", type=int, nargs="*", default=[2, 3, 4, 5, 6])
-    parser.add_argument("--training", choices=["plain", "zero", "powersgd"], default="plain")
+    parser.add_argument("--training", choices=["plain", "zero"], default="plain")
     parser.add_argument("--two-hosts", choices=["kill", CUT], default=None)
     parser.add_argument("--limit", type=float, default=120.0, help="seconds after which a job counts as hung")
     options = parser.parse_args()
@@ -67,7 +67,7 @@ def main() -> None:
         lines: list[Line] = read_lines(job.stdout)
         wrong = what_is_wrong(lines, ranks, options.spares, killed, commits_of(reference))
         from_disk = "starts from commit" in job.stderr
-        # Only the statistics of `plain` may be lost; what compression has left over comes from the disk then.
+        # Only the statistics of `plain` may be lost.
         lost = {int(each) for each in LOST.findall(job.stderr)} if options.training == "plain" else set()
         wrong += what_is_wrong_with_own_states(lines, ranks, own_states_of(reference), from_disk=from_disk, lost=lost)
         wrong += ["hung"] if job.timed_out else []

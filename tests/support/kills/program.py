@@ -1,15 +1,14 @@
 """A training under hvd.elastic.run that says enough for an outside process to kill its ranks and judge the result.
 
-    mpirun --with-ft ulfm -n 4 python program.py STEPS FOLDER [plain|zero|powersgd]
+    mpirun --with-ft ulfm -n 4 python program.py STEPS FOLDER [plain|zero]
 
 Every process writes its process id to FOLDER/process-N. The state after each commit is told as a digest, and every
 attempt its rank, size and the commit it begins from. At the end the ranks that are left train again, from the commit
 at which their last attempt began, and tell both results: they have to be the same.
 
 Each training has what only one rank has. `plain`: running statistics, of which fewer ranks get those of rank 0.
-`zero`: the shards of a ZeroRedundancyOptimizer, whose states the digest holds by parameter, whoever owns it.
-`powersgd`: what compression has left over. After the digest come the digests of that by rank, and what stays where
-ranks are fewer: the statistics of rank 0, or numbers that are the same but for rounding where fewer share the same sum.
+`zero`: the shards of a ZeroRedundancyOptimizer, whose states the digest holds by parameter, whoever owns it. After the
+digest come the digests of the statistics by rank, and what stays where ranks are fewer: those of rank 0.
 """
 
 import copy
@@ -45,19 +44,8 @@ def describe(state: hvd.elastic.TorchState) -> list[object]:
         statistics = hvd.allgather_object(short(dict(state.model.named_buffers())))
         return [digest(state.model), ",".join(statistics), statistics[0]]
     own = state.optimizer.local_state_dict()
-    if TRAINING == "zero":
-        shards = hvd.allgather_object({place: short(each) for place, each in own["state"].items()})
-        return [short([digest(state.model), sorted(each for shard in shards for each in shard.items())]), "-", "-"]
-    shared = state.optimizer.state_dict()
-    memory = shared.pop("compression", {}) | {"errors": None, "size": None}  # Empty before the first step
-    errors = [error for _, error in sorted(own["errors"].items())]
-    told = hvd.allgather_object((short(errors), numbers_of(errors)))
-    means = torch.tensor([numbers for _, numbers in told], dtype=torch.float64).mean(0)
-    return [
-        short([digest(state.model), shared, memory]),
-        ",".join(each for each, _ in told),
-        ",".join(f"{each:.12g}" for each in means.tolist()),
-    ]
+    shards = hvd.allgather_object({place: short(each) for place, each in own["state"].items()})
+    return [short([digest(state.model), sorted(each for shard in shards for each in shard.items())]), "-", "-"]
 
 
 def short(values: object) -> str:
@@ -73,13 +61,6 @@ def short(values: object) -> str:
     return hashlib.sha256(text).hexdigest()[:12]
 
 
-def numbers_of(errors: list[torch.Tensor]) -> list[float]:
-    """The length of what is left over, and three products with directions that are always the same."""
-    flat = torch.cat([torch.zeros(1), *(each.flatten() for each in errors)]).double()
-    directions = torch.randn(3, len(flat), generator=torch.Generator().manual_seed(2), dtype=torch.float64)
-    return [flat.norm().item(), *(directions @ flat).tolist()]
-
-
 def make_state() -> hvd.elastic.TorchState:
     """A model of several sizes of tensors, its optimizer, and a step number."""
     torch.manual_seed(7)
@@ -88,11 +69,8 @@ def make_state() -> hvd.elastic.TorchState:
         adam = torch.optim.Adam
         optimizer = hvd.optim.ZeroRedundancyOptimizer(model.parameters(), adam, reduce_gradients=True, lr=1e-3)
     else:
-        compression = hvd.Compression.none
-        if TRAINING == "powersgd":
-            compression = hvd.Compression.PowerSGD(matrix_approximation_rank=2, start_powerSGD_iter=2)
-        optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
-        optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters(), compression=compression)
+        adam = torch.optim.Adam(model.parameters(), lr=1e-3)
+        optimizer = hvd.DistributedOptimizer(adam, model.named_parameters())
     return hvd.elastic.TorchState(model=model, optimizer=optimizer, step=0)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hvlike.collectives.compression import Compressor
 from hvlike.training.distributed_optimizer import DistributedOptimizer
 
 
@@ -14,6 +15,18 @@ def gradients_of(rank: int, step: int, shapes: Sequence[tuple[int, ...]], dtype:
     """What a rank's backward pass gives in a step."""
     generator = torch.Generator().manual_seed(1000 * step + rank)
     return [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
+
+
+class Doubles(Compressor):
+    """A compressor of a program: sends float64."""
+
+    def compress(self, tensor: Tensor) -> tuple[Tensor, Any]:
+        """Return it in float64, and its dtype."""
+        return tensor.double(), tensor.dtype
+
+    def decompress(self, tensor: Tensor, ctx: Any) -> Tensor:
+        """Return it in the dtype that it had."""
+        return tensor.to(ctx)
 
 
 class Run:
@@ -49,11 +62,6 @@ class Run:
     def everybody(self, step: int) -> list[list[Tensor]]:
         """The gradients of all ranks in a step."""
         return [gradients_of(rank, step, self.shapes, self.dtype) for rank in range(self.hvd.size())]
-
-    def errors(self) -> dict[str, Tensor]:
-        """What this rank remembers of its own gradients."""
-        errors: dict[str, Tensor] = self.compression.errors
-        return errors
 
 
 def mean(tensors: Sequence[Tensor]) -> Tensor:

@@ -3,7 +3,6 @@
 import torch
 
 from hvlike.backends.arithmetic.reduce_op import ReduceOp
-from hvlike.collectives.compression import Mark
 from hvlike.collectives.requests.join_protocol import (
     JOIN_KEY,
     LEAVE_KEY,
@@ -86,7 +85,7 @@ def leave(spare: tuple[int, ...] = (), *, failed: bool = False, **counts: int) -
 
 def test_who_stands_in_for_plans_alone_asks_for_all_else() -> None:
     table = MessageTable((0, 1))
-    request = JoinRequest({}, frozenset(), scope=JoinScope.PLANS, marks={"known": Mark()})
+    request = JoinRequest({}, frozenset(), scope=JoinScope.PLANS, names=frozenset({"known"}))
     table.join(0, RequestSpec("join", detail=request))
     assert list(table.joined) == []
     assert list(table.away) == [0]
@@ -99,7 +98,7 @@ def test_who_stands_in_for_plans_alone_asks_for_all_else() -> None:
 
 def test_a_queue_is_agreed_without_a_rank_that_knows_it() -> None:
     table = MessageTable((0, 1))
-    table.join(0, RequestSpec("join", detail=JoinRequest({}, frozenset(), marks={"known": Mark()})))
+    table.join(0, RequestSpec("join", detail=JoinRequest({}, frozenset(), names=frozenset({"known"}))))
     queue = RequestSpec("queue", detail=QueueProposal((("length", "3"),), ""))
     known = table.submit(1, ("queue", "known"), queue)
     assert known is not None

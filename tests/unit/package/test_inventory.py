@@ -88,7 +88,7 @@ def test_what_the_page_names_inside_modules_exists() -> None:
     for name in ("run", "TorchState", "ObjectState", "State", "ElasticSampler"):
         assert f"`{name}`" in PAGE
         assert inspect.getdoc(getattr(elastic, name))
-    for name in ("none", "fp16", "bf16", "PowerSGD", "TopK"):
+    for name in ("none", "fp16", "bf16"):
         assert hasattr(hvlike.Compression, name)
 
 

@@ -43,10 +43,6 @@ REFUSED: dict[str, tuple[Callable[[ModuleType], Any], str]] = {
         lambda hvd: hvd.allreduce(torch.ones(2).int(), op=hvd.Sum, postscale_factor=float("inf")),
         "expected finite factors for int32",
     ),
-    "a compressor's class": (
-        lambda hvd: hvd.allreduce(torch.ones(2), compression=hvd.Compression.TopK),
-        "compression must be a compressor, got the class TopK; make one: TopK(...).",
-    ),
     "no compressor": (
         lambda hvd: hvd.grouped_reducescatter([torch.ones(8)], compression="fp16"),
         "compression must have the methods compress(tensor)",

@@ -14,11 +14,9 @@ from hvlike.errors import DataParallelError, UsageError
 from hvlike.nn import (
     DistributedDataParallel,
     GradBucket,
-    PowerSGDState,
     allreduce_hook,
     bf16_compress_hook,
     fp16_compress_hook,
-    powerSGD_hook,
 )
 
 
@@ -99,15 +97,6 @@ def test_half_precision(
         assert any(not torch.equal(a, b) for a, b in zip(gradients(ours), gradients(exact), strict=True))
 
 
-def test_power_sgd(hvd: ModuleType) -> None:
-    state = PowerSGDState(matrix_approximation_rank=1, start_powerSGD_iter=0, min_compression_rate=1)
-    module = train(hvd, powerSGD_hook, state)
-    assert same_on_all_ranks(each for each in gradients(module) if each is not None)
-    if hvd.size() > 1:
-        assert state.compressor.iteration == 2
-        assert torch.linalg.matrix_rank(module.first.weight.grad) == 1
-
-
 def test_unused_parameters_under_a_hook(hvd: ModuleType) -> None:
     module = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2)])
 
@@ -137,8 +126,6 @@ def test_misuse(hvd: ModuleType) -> None:
     ddp = DistributedDataParallel(nn.Linear(2, 2))
     with pytest.raises(UsageError, match="Communication hook must be callable, got int"):
         ddp.register_comm_hook(None, 3)
-    with pytest.raises(UsageError, match="powerSGD_hook needs a PowerSGDState"):
-        ddp.register_comm_hook(None, powerSGD_hook)
     ddp.register_comm_hook(None, lambda state, bucket: None)
     with pytest.raises(DataParallelError, match="can only be called once"):
         ddp.register_comm_hook(None, allreduce_hook)

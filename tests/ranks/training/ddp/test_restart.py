@@ -8,7 +8,7 @@ from support.training.problem import loss_of, make_model, same_on_all_ranks, sha
 from torch import nn
 
 from hvlike.elastic import TorchState
-from hvlike.nn import DistributedDataParallel, PowerSGDState, powerSGD_hook
+from hvlike.nn import DistributedDataParallel
 
 
 def train(hvd: ModuleType, model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
@@ -25,12 +25,8 @@ def fail(gradient: torch.Tensor) -> None:
 
 
 @pytest.mark.mpi(min_size=2)
-@pytest.mark.parametrize("compressed", [False, True])
-def test_a_pass_that_was_interrupted_on_some_ranks_is_forgotten(hvd: ModuleType, compressed: bool) -> None:
+def test_a_pass_that_was_interrupted_on_some_ranks_is_forgotten(hvd: ModuleType) -> None:
     model = DistributedDataParallel(make_model())
-    if compressed:
-        compression = PowerSGDState(None, start_powerSGD_iter=2, min_compression_rate=0.1)
-        model.register_comm_hook(compression, powerSGD_hook)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     state = TorchState(model=model, optimizer=optimizer)
     train(hvd, model, optimizer, range(4))

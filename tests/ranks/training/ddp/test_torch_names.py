@@ -33,15 +33,6 @@ def test_torchs_hooks_do_what_ours_do(hvd: ModuleType, name: str) -> None:
     assert_same(gradients(train(hvd, hook)), gradients(train(hvd, getattr(ours, name))))
 
 
-def test_torchs_power_sgd_does_what_ours_does(hvd: ModuleType) -> None:
-    options = {"matrix_approximation_rank": 1, "start_powerSGD_iter": 2, "min_compression_rate": 0.5, "random_seed": 7}
-    theirs = train(hvd, powerSGD_hook.powerSGD_hook, powerSGD_hook.PowerSGDState(None, **options))
-    state = ours.PowerSGDState(None, **options, batch_tensors_with_same_shape=True)
-    assert_same(gradients(theirs), gradients(train(hvd, ours.powerSGD_hook, state)))
-    if hvd.size() > 1:
-        assert state.compression_stats().compress_rate > 1
-
-
 def test_a_hook_of_torch_around_a_hook_of_the_user(hvd: ModuleType) -> None:
     def average(state: Any, bucket: Any) -> Any:
         assert bucket.buffer().dtype is torch.float16
@@ -60,15 +51,6 @@ def test_a_wrapper_of_torch_around_the_plain_hook(hvd: ModuleType, kind: str) ->
     assert compression_of(None, hook) is compression_of(None, getattr(ours, f"{kind}_compress_hook"))
 
 
-@pytest.mark.parametrize("inner", [powerSGD_hook.powerSGD_hook, ours.powerSGD_hook])
-def test_a_wrapper_around_power_sgd_says_what_to_register(hvd: ModuleType, inner: Any) -> None:
-    kind = powerSGD_hook if inner is powerSGD_hook.powerSGD_hook else ours
-    ddp = DistributedDataParallel(nn.Linear(2, 2))
-    with pytest.raises(UsageError, match=r"fp16_compress_wrapper_hook .* Register powerSGD_hook alone"):
-        ddp.register_comm_hook(kind.PowerSGDState(None), default_hooks.fp16_compress_wrapper(inner))
-    ddp.register_comm_hook(kind.PowerSGDState(None), inner)
-
-
 @pytest.mark.parametrize(("kind", "name"), [("ALLREDUCE", "allreduce_hook"), ("FP16_COMPRESS", "fp16_compress_hook")])
 def test_torchs_built_in_hooks(hvd: ModuleType, kind: str, name: str) -> None:
     module = Shared()
@@ -81,10 +63,22 @@ def test_torchs_built_in_hooks(hvd: ModuleType, kind: str, name: str) -> None:
     assert_same(gradients(module), gradients(train(hvd, getattr(ours, name))))
 
 
-def test_a_hook_of_torch_that_needs_a_process_group_says_so(hvd: ModuleType) -> None:
+@pytest.mark.parametrize(
+    ("name", "state", "hook"),
+    [
+        ("quantization_pertensor_hook", None, quantization_hooks.quantization_pertensor_hook),
+        ("powerSGD_hook", powerSGD_hook.PowerSGDState(None), powerSGD_hook.powerSGD_hook),
+        (
+            "powerSGD_hook",
+            powerSGD_hook.PowerSGDState(None),
+            default_hooks.fp16_compress_wrapper(powerSGD_hook.powerSGD_hook),
+        ),
+    ],
+)
+def test_a_hook_of_torch_that_needs_a_process_group_says_so(hvd: ModuleType, name: str, state: Any, hook: Any) -> None:
     ddp = DistributedDataParallel(nn.Linear(2, 2))
-    with pytest.raises(UsageError, match=r"quantization_pertensor_hook of torch reduces over a process group .* none"):
-        ddp.register_comm_hook(None, quantization_hooks.quantization_pertensor_hook)
+    with pytest.raises(UsageError, match=rf"{name} of torch reduces over a process group .* none"):
+        ddp.register_comm_hook(state, hook)
     # Nothing has been registered.
     ddp.register_comm_hook(None, default_hooks.allreduce_hook)
 

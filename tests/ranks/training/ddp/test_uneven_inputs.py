@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from hvlike.errors import JoinError
 from hvlike.join import Join
-from hvlike.nn import DistributedDataParallel, PowerSGDState, allreduce_hook, powerSGD_hook
+from hvlike.nn import DistributedDataParallel, allreduce_hook
 from hvlike.training.sync_batch_norm import convert_sync_batchnorm
 
 
@@ -114,11 +114,6 @@ def wrap(hvd: ModuleType, kind: str, early: int) -> DistributedDataParallel:
         late = hvd.rank() >= early
         module = Unused(uses=late if kind == "unused early" else not late)
         return DistributedDataParallel(module, find_unused_parameters=True, **options)
-    if kind == "PowerSGD":
-        ddp = DistributedDataParallel(nn.Linear(4, 40), **options)
-        state = PowerSGDState(matrix_approximation_rank=1, start_powerSGD_iter=2, min_compression_rate=1)
-        ddp.register_comm_hook(state, powerSGD_hook)
-        return ddp
     if kind in ("allreduce", "hook"):
         ddp = DistributedDataParallel(nn.Linear(4, 40), **options)
         own = allreduce_hook if kind == "allreduce" else lambda state, bucket: allreduce_hook(state, bucket)
@@ -127,7 +122,7 @@ def wrap(hvd: ModuleType, kind: str, early: int) -> DistributedDataParallel:
     return DistributedDataParallel({"batch norm": BatchNormNet, "conv": ConvStack, "large": Large}[kind](), **options)
 
 
-KINDS = ["batch norm", "conv", "large", "unused late", "unused early", "allreduce", "PowerSGD", "hook"]
+KINDS = ["batch norm", "conv", "large", "unused late", "unused early", "allreduce", "hook"]
 
 
 def input_counts(size: int, few: int, more: int, early: int) -> list[int]:

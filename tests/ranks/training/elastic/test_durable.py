@@ -14,6 +14,7 @@ from support.training.problem import make_model
 
 from hvlike.elastic import EXIT_PREEMPTED, ElasticSampler, ObjectState, TorchState, preempted, run
 from hvlike.errors import CheckpointError, HorovodInternalError, UsageError
+from hvlike.optim import ZeroRedundancyOptimizer
 from hvlike.training.elastic import local_state
 from hvlike.training.elastic.checkpoint_files import list_files
 from hvlike.training.elastic.local_state import find_sources
@@ -30,11 +31,13 @@ def folder(hvd: ModuleType, tmp_path: Path, restarted: Restart) -> Path:
     return shared
 
 
-def new_state(hvd: ModuleType, compression: Any = None) -> TorchState:
-    model = make_model(seed=0)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    compression = hvd.Compression.TopK(0.5) if compression else hvd.Compression.none
-    optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters(), compression=compression)
+def new_state(hvd: ModuleType, *, sharded: bool = False) -> TorchState:
+    model, options = make_model(seed=0), {"lr": 0.1, "momentum": 0.9}
+    if sharded:
+        optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, reduce_gradients=True, **options)
+    else:
+        sgd = torch.optim.SGD(model.parameters(), **options)
+        optimizer = hvd.DistributedOptimizer(sgd, model.named_parameters())
     return TorchState(
         model=model, optimizer=optimizer, sampler=ElasticSampler(range(24 * hvd.size()), seed=3), step=0, seen=[]
     )
@@ -61,20 +64,20 @@ def result(state: TorchState) -> tuple[list[list[float]], list[list[int]]]:
     return [each.flatten().tolist() for each in state.model.parameters()], state.seen
 
 
-@pytest.mark.parametrize("compression", [False, True])
+@pytest.mark.parametrize("sharded", [False, True])
 @pytest.mark.parametrize("damage", [False, True])
 def test_training_goes_on_from_the_newest_whole_commit(
-    hvd: ModuleType, folder: Path, damage: bool, compression: bool
+    hvd: ModuleType, folder: Path, damage: bool, sharded: bool
 ) -> None:
-    whole = new_state(hvd, compression)
+    whole = new_state(hvd, sharded=sharded)
     train(whole, hvd, STEPS)
     for file in list_files(folder) if hvd.rank() == 0 else []:
         file.path.unlink()
-    train(new_state(hvd, compression), hvd, 5)
+    train(new_state(hvd, sharded=sharded), hvd, 5)
     if damage and hvd.rank() == 0:
         list_files(folder)[0].path.write_bytes(b"damaged")
     hvd.barrier()
-    state = new_state(hvd, compression)
+    state = new_state(hvd, sharded=sharded)
     train(state, hvd, STEPS)
     assert state.commits == STEPS
     assert result(state) == result(whole)
@@ -121,7 +124,7 @@ def test_what_nobody_has_any_more_comes_from_the_disk(
                 list_files(folder)[0].path.unlink()
             raise HorovodInternalError("injected")
 
-    state, whole = new_state(hvd, "top"), new_state(hvd, "top")
+    state = new_state(hvd, sharded=True)
     with caplog.at_level(logging.WARNING, "hvlike"):
         train(state, hvd, STEPS, 5, fail)
     if hvd.rank() == 0:
@@ -130,6 +133,7 @@ def test_what_nobody_has_any_more_comes_from_the_disk(
     for file in list_files(folder) if hvd.rank() == 0 else []:
         file.path.unlink()
     hvd.barrier()
+    whole = new_state(hvd, sharded=True)
     train(whole, hvd, STEPS)
     assert result(state) == result(whole)
 
@@ -142,7 +146,7 @@ def test_what_nobody_has_any_more_is_an_error_on_every_rank_without_a_disk(hvd: 
     with pytest.raises(
         CheckpointError, match=r"only ranks \[0\] of \d had of optimizer is lost.*HVLIKE_CHECKPOINT_DIR"
     ):
-        train(new_state(hvd, "top"), hvd, STEPS, 5, fail)
+        train(new_state(hvd, sharded=True), hvd, STEPS, 5, fail)
     hvd.barrier()
 
 

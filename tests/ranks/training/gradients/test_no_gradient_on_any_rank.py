@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.training.compressed import Doubles
 from support.training.problem import same_on_all_ranks
 from torch import Tensor, nn
 from torch.optim import AdamW
@@ -37,10 +38,6 @@ Wrapped = tuple[nn.Module, Any]
 
 def distributed(hvd: ModuleType, model: Model, **options: Any) -> Wrapped:
     return model, hvd.DistributedOptimizer(AdamW(model.parameters(), **KEYWORDS), model.named_parameters(), **options)
-
-
-def compressed(hvd: ModuleType, model: Model) -> Wrapped:
-    return distributed(hvd, model, compression=hvd.Compression.TopK(ratio=0.5))
 
 
 def of_a_module(hvd: ModuleType, model: Model) -> Wrapped:
@@ -158,9 +155,9 @@ def test_in_a_static_graph(hvd: ModuleType) -> None:
         assert torch.equal(model.layers[name].weight, Model().layers[name].weight)
 
 
-def test_with_what_a_compressor_has_left_over(hvd: ModuleType) -> None:
+def test_with_a_compressor_of_the_program(hvd: ModuleType) -> None:
     model = Model()
-    wrapped, optimizer = compressed(hvd, model)
+    wrapped, optimizer = distributed(hvd, model, compression=Doubles())
     train(hvd, wrapped, optimizer, steps=4)
     assert same_on_all_ranks(model.parameters())
     assert torch.equal(model.layers["none"].weight, Model().layers["none"].weight)

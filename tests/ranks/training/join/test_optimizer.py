@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.training.compressed import Doubles
 from support.training.counters import AFTER, Counter
 from support.training.problem import same_on_all_ranks
 from torch import Tensor, nn
@@ -260,13 +261,13 @@ def test_adasum(hvd: ModuleType) -> None:
         assert same_on_all_ranks(model.parameters())
 
 
-def test_a_compressor_with_a_memory_and_no_input_at_all(hvd: ModuleType) -> None:
+def test_a_compressor_of_the_program_and_no_input_at_all(hvd: ModuleType) -> None:
     rank, size = hvd.rank(), hvd.size()
     model = model_of()
     optimizer = hvd.DistributedOptimizer(
         torch.optim.SGD(model.parameters(), lr=0.1),
         model.named_parameters(),
-        compression=hvd.Compression.PowerSGD(start_powerSGD_iter=2),
+        compression=Doubles(),
     )
     for epoch in range(3):
         with Join([optimizer]):

@@ -13,7 +13,6 @@ from torch import nn
 from torch.amp import GradScaler
 
 from hvlike.collectives.api.objects import allgather_object
-from hvlike.collectives.compression import PowerSGD
 from hvlike.errors import MismatchError, UsageError
 from hvlike.training.distributed_optimizer import DistributedOptimizer, clip_grad_norm_
 
@@ -284,8 +283,3 @@ def test_complex_parameters_are_refused(hvd: ModuleType) -> None:
 def test_a_predivide_factor_is_refused(hvd: ModuleType) -> None:
     with pytest.raises(UsageError, match="gradient_predivide_factor not supported with op != Average, got op Adasum"):
         make(hvd, gradient_predivide_factor=2.0)
-
-
-def test_a_compressor_that_approximates_sums_is_refused(hvd: ModuleType) -> None:
-    with pytest.raises(UsageError, match="approximates sums: expected op Average or Sum, got op Adasum"):
-        make(hvd, compression=PowerSGD())

@@ -1,95 +1,69 @@
-"""What compression has left over survives the loss of ranks: no part of a gradient is lost or counted twice."""
+"""With op=Adasum each rank has an optimizer state of its own, which survives the loss of ranks."""
 
 from types import ModuleType
-from typing import Any
 
 import pytest
 import torch
-from support.training.compressed import Run
 from support.training.pretended_loss import COMMIT, after_loss, give_back
+from support.training.problem import loss_of, make_model, same_on_all_ranks, share, whole_batch
+from torch import nn
 
-from hvlike.collectives.compression import PowerSGD, StatefulCompressor, TopK
+from hvlike.training.distributed_optimizer import DistributedOptimizer
 from hvlike.training.elastic.local_state import LocalStates
 
-SHAPES = [(8, 12), (7,)]
+
+def make(hvd: ModuleType) -> tuple[nn.Module, DistributedOptimizer]:
+    model = make_model()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    return model, hvd.DistributedOptimizer(sgd, model.named_parameters(), op=hvd.Adasum)
 
 
-def compressors() -> list[StatefulCompressor]:
-    """One of each kind that remembers."""
-    return [PowerSGD(start_powerSGD_iter=0, min_compression_rate=0.1), TopK(ratio=0.2)]
+def train(hvd: ModuleType, model: nn.Module, optimizer: DistributedOptimizer, steps: range) -> None:
+    for step in steps:
+        optimizer.zero_grad()
+        loss_of(model, share(hvd, whole_batch(step))).backward()
+        optimizer.step()
 
 
-def errors_of(rank: int) -> dict[str, torch.Tensor]:
-    """What a rank has left over."""
-    generator = torch.Generator().manual_seed(rank)
-    return {"p0": torch.randn(8, 12, generator=generator), "p1": torch.randn(7, generator=generator)}
+def momenta(optimizer: DistributedOptimizer) -> list[torch.Tensor]:
+    return [state["momentum_buffer"] for state in optimizer.state_dict()["state"].values()]
 
 
-@pytest.mark.parametrize("op", ["Average", "Sum"])
-def test_what_is_left_over_is_the_same_part_of_the_result(hvd: ModuleType, op: str) -> None:
+@pytest.mark.parametrize("op", ["Adasum", "Average"])
+def test_fewer_ranks_take_the_states_of_their_numbers(hvd: ModuleType, op: str) -> None:
     before = hvd.size() + 1
-    states = {
-        rank: {"process_set": 0, "rank": rank, "size": before, "errors": errors_of(rank)} for rank in range(before)
-    }
+    states = {}
+    for rank in range(before):
+        _, other = make(hvd)
+        state = other.state_dict()
+        state["param_groups"][0]["lr"] = rank + 0.5
+        states[rank] = {"process_set": 0, "rank": rank, "optimizer": state}
     for lost in range(before):
-        run = Run(hvd, TopK(k=1), SHAPES, op=getattr(hvd, op))
-        give_back(after_loss(hvd, states, [lost]), COMMIT, run.optimizer)
-        now = hvd.allreduce(run.errors()["p0"], op=getattr(hvd, op), name=f"errors.{lost}")
-        expected = torch.stack([state["errors"]["p0"] for state in states.values()]).sum(dim=0)
-        expected = expected / before if op == "Average" else expected
-        assert torch.allclose(now, expected, atol=1e-5)
-
-
-def test_the_next_step_uses_it(hvd: ModuleType) -> None:
-    before = hvd.size() + 1
-    states = {
-        rank: {"process_set": 0, "rank": rank, "size": before, "errors": {"p0": errors_of(rank)["p0"].flatten()}}
-        for rank in range(before)
-    }
-    # Everything but one element is sent, of gradients that are zero: the result is what was left over.
-    run = Run(hvd, TopK(k=95), [(8, 12)])
-    give_back(after_loss(hvd, states, [0]), COMMIT, run.optimizer)
-    (result,) = run.step_with([torch.zeros(8, 12)])
-    left = hvd.allreduce(run.errors()["p0"], name="left").view(8, 12)
-    mean = torch.stack([errors_of(rank)["p0"] for rank in range(before)]).mean(dim=0)
-    assert torch.allclose(result + left, mean, atol=1e-5)
+        model = make_model()
+        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = hvd.DistributedOptimizer(sgd, model.named_parameters(), op=getattr(hvd, op))
+        give_back(after_loss(hvd, states, [lost]), COMMIT, optimizer)
+        assert optimizer.param_groups[0]["lr"] == (hvd.rank() + 0.5 if op == "Adasum" else 0.1)
 
 
 @pytest.mark.mpi(min_size=2)
-@pytest.mark.parametrize("kind", [0, 1])
-def test_a_spare_goes_on_with_the_memory_of_the_lost_rank(hvd: ModuleType, kind: int) -> None:
-    first = Run(hvd, compressors()[kind], SHAPES)
-    second = Run(hvd, compressors()[kind], SHAPES)
+def test_a_spare_goes_on_with_the_state_of_the_lost_rank(hvd: ModuleType) -> None:
+    model, optimizer = make(hvd)
     held = LocalStates("optimizer")
-    for step in range(3):
-        first.step(step)
-        second.step(step)
-    shared = common(first)
-    held.save(1, first.optimizer.local_state_dict)
-    first.step(7)
+    train(hvd, model, optimizer, range(3))
+    held.save(1, optimizer.local_state_dict)
+    weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    assert not same_on_all_ranks(momenta(optimizer))
+    train(hvd, model, optimizer, range(3, 5))
+    expected = [*model.parameters(), *momenta(optimizer)]
     if hvd.rank() == 1:
-        held, first = LocalStates("optimizer"), Run(hvd, compressors()[kind], SHAPES)
+        held, (model, optimizer) = LocalStates("optimizer"), make(hvd)
+    else:
+        expected = [tensor.clone() for tensor in expected]
     hvd.shutdown()
     hvd.init()
-    expected = [second.step(step) for step in range(3, 5)]
-    first.optimizer.load_state_dict(hvd.broadcast_object(shared, 0, name="shared"))
-    give_back(held, 1, first.optimizer)
-    assert held_by(first) != {} or kind == 0
-    # A commit before the first step keeps what was given back.
-    held.save(2, first.optimizer.local_state_dict)
-    give_back(held, 2, first.optimizer)
-    first.parameters = [each for group in first.optimizer.param_groups for each in group["params"]]
-    for step in range(3, 5):
-        got = first.step(step)
-        assert all(torch.equal(one, other) for one, other in zip(got, expected[step - 3], strict=True))
-
-
-def common(run: Run) -> dict[str, Any]:
-    """The state without the errors of this rank."""
-    state = run.optimizer.state_dict()
-    return state | {"compression": state["compression"] | {"errors": {}}}
-
-
-def held_by(run: Run) -> dict[str, torch.Tensor]:
-    """What the next step takes up."""
-    return run.compression.errors_of((run.hvd.rank(), run.hvd.size()))
+    model.load_state_dict(weights)
+    give_back(held, 1, optimizer)
+    train(hvd, model, optimizer, range(3, 5))
+    got = [*model.parameters(), *momenta(optimizer)]
+    assert all(torch.equal(one, other) for one, other in zip(got, expected, strict=True))
