@@ -17,6 +17,7 @@ NOT_OURS = {
     "_version",
     "_indices",
     "_values",
+    "_base",
     "_is_view",
     "_schema",
     "_set_generator_metaclass",
