@@ -26,7 +26,7 @@ import torch
 from hvlike.backends.arithmetic.arithmetic import Arithmetic
 from hvlike.backends.arithmetic.kernels import ordinary_tensor
 from hvlike.backends.arithmetic.reduce_op import ReduceOp
-from hvlike.backends.base import Backend
+from hvlike.backends.base import Backend, bytes_of
 from hvlike.backends.network.partition import Run, message_length, shards
 from hvlike.transport.loop.coroutine import Coroutine, Wait
 from hvlike.transport.memory.dtypes import storage_view
@@ -77,14 +77,14 @@ class Adasum:
         vectors = yield from self._collect(backend, parts)
         yield from self._combine(backend, vectors, runs[self.position], len(tensors))
         mine.copy_(vectors[0].mul_(self.postscale))
-        yield from backend.gather([_bytes(part) for part in parts], range(self.size))
+        yield from backend.gather([bytes_of(part) for part in parts], range(self.size))
         if len(results) > 1:
             torch._foreach_copy_(results, list(torch.split(whole, lengths)))
 
     def _collect(self, backend: Backend, parts: Sequence[torch.Tensor]) -> Coroutine[list[torch.Tensor]]:
         length, dtype = len(parts[self.position]), parts[0].dtype
         copies = _new(self.size * length, dtype).view(self.size, length).unbind()
-        yield from backend.alltoall([_bytes(part) for part in parts], [_bytes(copy) for copy in copies])
+        yield from backend.alltoall([bytes_of(part) for part in parts], [bytes_of(copy) for copy in copies])
         vectors = []
         for copy in copies:
             vector = copy
@@ -141,7 +141,3 @@ def _new(length: int, dtype: torch.dtype) -> torch.Tensor:
     """Uninitialised memory that may be written in and out of inference mode."""
     # An empty array has strides that torch cannot view as another dtype.
     return ordinary_tensor(np.empty(max(length, 1) * dtype.itemsize, np.uint8), dtype)[:length]
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.view(torch.uint8)

@@ -162,7 +162,16 @@ def ordinary(tensor: torch.Tensor) -> torch.Tensor:
         return source
     with torch.inference_mode(False):
         place = torch.empty(0, dtype=source.dtype, device=source.device)
-        return place.set_(source.untyped_storage(), source.storage_offset(), source.shape, source.stride())
+        place.set_(source.untyped_storage(), source.storage_offset(), source.shape, source.stride())
+        # Conjugates and negatives that are not yet computed are views of memory with the other values.
+        place = place.conj() if source.is_conj() else place
+        return torch._neg_view(place) if source.is_neg() else place
+
+
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the same memory as bytes, which any thread may write. A view as another dtype is of the caller's mode."""
+    with torch.inference_mode(False):
+        return tensor.view(torch.uint8)
 
 
 def flat_of(tensor: torch.Tensor) -> torch.Tensor:

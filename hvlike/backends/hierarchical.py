@@ -15,7 +15,7 @@ import torch
 
 from hvlike.backends.arithmetic.arithmetic import Arithmetic
 from hvlike.backends.arithmetic.reduce_op import ReduceOp
-from hvlike.backends.base import PreparedReduction
+from hvlike.backends.base import PreparedReduction, bytes_of
 from hvlike.backends.fusion_buffer import PackedReduction
 from hvlike.backends.network.network import Network, PreparedNetworkReduction
 from hvlike.backends.shared_memory.leader import FlatBuffer, NodeReduction, SingleRank
@@ -160,7 +160,7 @@ class HierarchicalBackend:
         if shared is None:
             return
         owned = [
-            [tensor.view(torch.uint8) for tensor, owner in zip(tensors, owners, strict=True) if owner == position]
+            [bytes_of(tensor) for tensor, owner in zip(tensors, owners, strict=True) if owner == position]
             for position in group.node
         ]
         none = torch.empty(0, dtype=torch.uint8, device="cpu")

@@ -12,7 +12,7 @@ import torch
 
 from hvlike.backends.adasum import Adasum
 from hvlike.backends.arithmetic.reduce_op import ReduceOp
-from hvlike.backends.base import Backend, PreparedReduction
+from hvlike.backends.base import Backend, PreparedReduction, bytes_of
 from hvlike.backends.cuda.device_backend import home_of, in_host_memory
 from hvlike.backends.fusion_buffer import FusionBuffer
 from hvlike.backends.op_queue import Job, OpQueue
@@ -138,16 +138,16 @@ def allgather(group: Group, outputs: Sequence[Tensors], inputs: Tensors, backend
 def alltoall(outputs: Tensors, inputs: Tensors, backend: Backend) -> Coroutine[None]:
     """Send `inputs[r]` to position r, and fill `outputs[r]` from there."""
     home = home_of(backend)
-    sends = [Operand(each, None, home=home).flat.view(torch.uint8) for each in inputs]
+    sends = [bytes_of(Operand(tensor, None, home=home).flat) for tensor in inputs]
     receives = [Operand(each, None, home=home) for each in outputs]
-    yield from backend.alltoall(sends, [each.flat.view(torch.uint8) for each in receives])
+    yield from backend.alltoall(sends, [bytes_of(operand.flat) for operand in receives])
     for operand in receives:
         operand.write_back()
 
 
 def gather_flats(backend: Backend, flats: Tensors, owners: Sequence[int]) -> Coroutine[None]:
     """Write each flat tensor from the position `owners[i]` to all others."""
-    full = [(flat.view(torch.uint8), owner) for flat, owner in zip(flats, owners, strict=True) if len(flat)]
+    full = [(bytes_of(flat), owner) for flat, owner in zip(flats, owners, strict=True) if len(flat)]
     if full:
         yield from backend.gather([flat for flat, _ in full], [owner for _, owner in full])
 

@@ -61,7 +61,7 @@ class Operand:
         home: torch.device | None = None,
     ) -> None:
         """strides: agreed, None for row by row; dtype: to reduce in; home: the backend's device, None for the host."""
-        source = tensor.detach() if tensor.is_conj() or tensor.is_neg() else ordinary(tensor)
+        source = ordinary(tensor)
         dtype = dtype or source.dtype
         as_it_is = source.is_contiguous() if strides is None else source.stride() == strides
         is_home = source.is_cpu if home is None else source.device == home

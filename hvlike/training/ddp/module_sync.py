@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hvlike.backends.arithmetic.reduce_op import ReduceOp
-from hvlike.backends.base import INCOMPLETE, Backend, active_ranks
+from hvlike.backends.base import INCOMPLETE, Backend, active_ranks, bytes_of
 from hvlike.backends.cuda.device_backend import home_of
 from hvlike.collectives.requests.process_set import ProcessSet
 from hvlike.collectives.requests.reduction import arithmetic_of
@@ -102,7 +102,7 @@ class BufferSync:
                 if self._packing is None or changed:
                     self._packing = Packing(tensors, [0] * len(tensors), row_by_row=True)
                 operands = self._packing.pack(tensors, home=home_of(backend))
-                pieces = [operand.flat.view(torch.uint8) for operand in operands]
+                pieces = [bytes_of(operand.flat) for operand in operands]
                 yield from backend.gather(pieces, [source] * len(pieces))
                 if source != rank:
                     self._packing.unpack(tensors, operands, [0])

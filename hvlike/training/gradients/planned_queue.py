@@ -19,7 +19,7 @@ from weakref import WeakMethod
 import torch
 from torch import Tensor
 
-from hvlike.backends.base import Backend
+from hvlike.backends.base import Backend, bytes_of
 from hvlike.backends.cuda.device_backend import on_device
 from hvlike.backends.cuda.runtime import Event, kind_of, runtime_of
 from hvlike.backends.fusion_buffer import SMALL_BYTES
@@ -128,7 +128,7 @@ ADVICE = "Build it with the same arguments on every rank."
 def send_bytes(backend: Backend, data: bytes, source: int) -> Coroutine[Any]:
     """Return on all ranks the bytes of the member `source`; those that others pass count for nothing."""
     length = torch.tensor([len(data)], dtype=torch.int64, device="cpu")
-    yield from backend.gather([length.view(torch.uint8)], [source])
+    yield from backend.gather([bytes_of(length)], [source])
     payload = torch.empty(int(length), dtype=torch.uint8, device="cpu")
     if data and len(data) == len(payload):
         payload.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from hvlike.backends.arithmetic.reduce_op import ReduceOp
-from hvlike.backends.base import Backend
+from hvlike.backends.base import Backend, bytes_of
 from hvlike.backends.cuda.device_backend import home_of
 from hvlike.collectives.api.allreduce import allreduce
 from hvlike.collectives.requests.process_set import ProcessSet
@@ -314,4 +314,4 @@ class ParameterExchange:
 
 def _gather(backend: Backend, operands: Sequence[Operand], owners: Sequence[int]) -> Coroutine[None]:
     if operands:
-        yield from backend.gather([operand.flat.view(torch.uint8) for operand in operands], owners)
+        yield from backend.gather([bytes_of(operand.flat) for operand in operands], owners)

@@ -8,6 +8,7 @@ from support.collectives.inputs import DTYPES, LAYOUTS, OPS, SHAPES, contributio
 from torch import Tensor
 
 from hvlike.backends.arithmetic.reduce_op import ReduceOp
+from hvlike.backends.base import bytes_of
 from hvlike.collectives.requests.reduction import Operand, is_dense, row_by_row, working_dtype
 
 
@@ -87,3 +88,28 @@ def test_memory_is_shared_where_the_order_is_the_agreed_one() -> None:
     assert Operand(turned, None).flat.data_ptr() != turned.data_ptr()
     assert Operand(rows, turned.stride()).flat.data_ptr() != rows.data_ptr()
     assert Operand(rows.int(), None, torch.int64).flat.dtype is torch.int64
+
+
+@pytest.mark.parametrize("inside", [True, False])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.ones(6),
+        lambda: torch.ones(6, 2)[:, 0],
+        lambda: torch._neg_view(torch.ones(6)),
+        lambda: torch.ones(6, dtype=torch.complex64).conj(),
+        lambda: torch._neg_view(torch.ones(6, dtype=torch.complex64).conj()),
+    ],
+)
+def test_what_is_begun_in_inference_mode_is_written_outside_of_it(
+    make: Callable[[], torch.Tensor], inside: bool
+) -> None:
+    """Another thread may end an operation."""
+    outside = None if inside else make()
+    with torch.inference_mode():
+        tensor = make() if outside is None else outside
+        operand = Operand(tensor, None)
+        flat = bytes_of(operand.flat)
+    flat.copy_(bytes_of(torch.full((6,), 3.0 + 0j if tensor.is_complex() else 3.0, dtype=tensor.dtype)))
+    operand.write_back()
+    assert torch.equal(tensor.resolve_conj().resolve_neg(), torch.full_like(operand.flat, 3.0))
