@@ -11,6 +11,8 @@ import time
 from pathlib import Path
 from types import ModuleType
 
+import torch.distributed as dist
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from support.documentation.blocks import blocks_of, program_of
@@ -38,6 +40,8 @@ def run_page(page: Path) -> int:
             count += 1
     if rpc.api._is_current_rpc_agent_set():
         rpc.shutdown()
+    if dist.is_initialized():
+        dist.destroy_process_group()
     hvlike.shutdown()
     return count
 
