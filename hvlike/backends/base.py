@@ -170,6 +170,8 @@ def ordinary(tensor: torch.Tensor) -> torch.Tensor:
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return the same memory as bytes, which any thread may write. A view as another dtype is of the caller's mode."""
+    if not torch.is_inference_mode_enabled():
+        return tensor.view(torch.uint8)
     with torch.inference_mode(False):
         return tensor.view(torch.uint8)
 

@@ -29,7 +29,6 @@ from hvlike.backends.base import Backend
 from hvlike.backends.cuda.device_backend import DeviceBackend, scale_
 from hvlike.backends.cuda.runtime import DeviceRuntime, Event
 from hvlike.errors import HorovodInternalError, ShutdownError, StalledError
-from hvlike.transport.host.mpi_library import mapped_files
 from hvlike.transport.loop.coroutine import Coroutine
 from hvlike.transport.memory.dtypes import Kind
 
@@ -56,8 +55,6 @@ class NcclFacts(NamedTuple):
     cupy: str
     version: int  # Version of NCCL in its own notation, 22703 for 2.27.3; 0 where it cannot be used
     missing: str  # Why it cannot be used and what to do; empty where it can
-    path: str
-    torch_version: int
 
 
 class Nccl:
@@ -164,28 +161,19 @@ def load() -> Nccl:
 
 def describe() -> NcclFacts:
     """What of NCCL is installed. Never raises; loads CuPy and libnccl, but starts no GPU. Local."""
-    cupy, theirs = _installed_cupy(), _version_of_torch()
+    cupy = _installed_cupy()
     try:
         version, missing = load().version, ""
     except Exception as error:
         extra = "rocm" if torch.version.hip else f"cuda{(torch.version.cuda or '12').split('.')[0]}"
         reason = f"CuPy {cupy} is installed, but {error}" if cupy else "CuPy is not installed"
         version, missing = 0, f"{reason}: pip install hvlike[{extra}]"
-    return NcclFacts(cupy, version, missing, next(iter(mapped_files(f"/{_LIBRARY}")), ""), theirs)
+    return NcclFacts(cupy, version, missing)
 
 
 def _installed_cupy() -> str:
     found = (each for name in _DISTRIBUTIONS for each in importlib.metadata.distributions(name=name))
     return next((each.version for each in found), "")
-
-
-def _version_of_torch() -> int:
-    find: Callable[[], tuple[int, ...]] | None = getattr(getattr(torch.cuda, "nccl", None), "version", None)
-    try:
-        major, minor, patch = find()[:3] if find is not None else (0, 0, 0)
-    except (RuntimeError, AttributeError, ValueError):
-        return 0
-    return major * 10000 + minor * 100 + patch
 
 
 class Recipe(NamedTuple):

@@ -131,7 +131,7 @@ class DeviceBackends:
     def _choose(self, host: Backend, runtime: DeviceRuntime, device: torch.device) -> Coroutine[BackendChoice]:
         knobs = self._knobs
         why_none = "HVLIKE_CUDA_PLANE=staged" if knobs.cuda_plane == STAGED else f"{device.type} is not CUDA"
-        found = nccl.NcclFacts("", 0, why_none, "", 0)
+        found = nccl.NcclFacts("", 0, why_none)
         if knobs.cuda_plane != STAGED and runtime.has_nccl and (self._group.size > 1 or knobs.cuda_plane == NCCL):
             found = nccl.describe()
         # As NCCL counts hosts: it refuses two ranks on one GPU of one host.

@@ -40,7 +40,7 @@ class Membership:
         self._processes = {rank: bell.process for rank, bell in fabric.bells.items()}
         # Under fault tolerance MPI is told who is lost, and asked.
         self._liveness = Liveness({} if self._world.job is not None else self._processes)
-        self.barrier = ShutdownBarrier(fabric, partial(self._reduce, in_order=True), stall_limits(knobs))
+        self.barrier = ShutdownBarrier(fabric, partial(self._go_on_without, in_order=True), stall_limits(knobs))
         fabric.ticks.append(self._watch)
         limit = heartbeat_limit(knobs.heartbeat_seconds, nodes=len(self._world.nodes))
         self._heartbeat = Heartbeat(fabric, guard, limit, self._lose) if limit else None
@@ -81,10 +81,10 @@ class Membership:
             self.barrier.lose()
         else:
             self._fabric.loop.start(self.barrier.fail(next(iter(errors.values()))), wake=False)
-        self._reduce(errors)
+        self._go_on_without(errors)
 
     @in_loop
-    def _reduce(self, errors: Errors, *, in_order: bool = False) -> None:
+    def _go_on_without(self, errors: Errors, *, in_order: bool = False) -> None:
         """Some ranks have left, or are lost."""
         self._departures.tell(errors, in_order=in_order)
         if self.restarts:

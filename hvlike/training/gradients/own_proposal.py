@@ -8,7 +8,6 @@ proposed    once for each plan, with what is known of the tensors then; all rank
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from operator import attrgetter
@@ -37,11 +36,6 @@ class OwnProposal:
         self.sizes = sizes
         self.start: Mapping[str, int] = {}  # Checksums by name, to warn where the ranks start apart
         self._groups = equal_parts(len(self.entries), groups) if isinstance(groups, int) else list(groups or [])
-
-    @property
-    def total_bytes(self) -> int:
-        """How much is reduced."""
-        return sum(math.prod(entry.shape) * entry.dtype.itemsize for entry in self.entries)
 
     def name_of(self, index: int) -> str:
         """Return the name of an entry."""

@@ -55,14 +55,6 @@ IN_LOOP: list[Callable[..., Any]] = []
 """All that is marked."""
 
 
-def second_driver(what: str) -> StateError:
-    """The error for a thread that advances a coroutine, or a queue, that another thread advances already."""
-    return StateError(
-        f"two threads advance {what} at the same time: once a coroutine was handed to the loop, only the loop's driver "
-        "may advance it; before, only the thread that made it"
-    )
-
-
 def not_the_driver(what: str) -> StateError:
     """The error for a thread that calls what only the loop's driver may call."""
     return StateError(
@@ -80,7 +72,10 @@ def explain(error: Exception, coroutine: Coroutine[Any]) -> Exception:
         error.__traceback__ = error.__traceback__.tb_next
     if str(error) != "generator already executing":
         return error
-    return second_driver(f"the coroutine {getattr(coroutine, '__qualname__', coroutine)}")
+    return StateError(
+        f"two threads advance the coroutine {getattr(coroutine, '__qualname__', coroutine)} at the same time: once it "
+        "was handed to the loop, only the loop's driver may advance it; before, only the thread that made it"
+    )
 
 
 @dataclass(eq=False, slots=True)
