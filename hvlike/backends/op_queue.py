@@ -166,6 +166,9 @@ class OpQueue:
         finally:
             if moves:
                 self._turn.release()
+                if self._jobs and not self._held:
+                    # The loop has looked at what came meanwhile, and the turn was taken.
+                    self._fabric.loop.post(self._look)
         if not moves:
             self._fabric.loop.post(partial(self._begin, work, operation), wake=wake)
             return False

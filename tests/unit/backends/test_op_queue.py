@@ -125,6 +125,17 @@ def test_what_a_thread_drives_ends_with_its_queue(bench: Bench) -> None:
     assert closed
 
 
+def test_what_is_given_while_a_thread_drives_begins_when_that_has_ended(bench: Bench) -> None:
+    second = Operation()
+
+    def first() -> Coroutine[None]:
+        bench.queue.run(lambda backend: counted(1, Wait.AGAIN, []), second)
+        yield Wait.AGAIN
+
+    assert bench.run(first()).done()
+    assert bench.loop.wait(second.done, 10)
+
+
 def test_an_interrupt_is_raised_where_it_came(bench: Bench) -> None:
     def interrupted() -> Coroutine[None]:
         yield Wait.AGAIN
