@@ -385,7 +385,8 @@ class Loop:
         sockets = self._sockets if self._policy.hears_sockets else None
         self._bell.prepare_sleep(ON_SEMAPHORE if sockets is None else ON_SOCKETS)
         try:
-            self._wait = self._advance(self._bell.rung())
+            # Who rang just as a background thread became the driver has posted for a thread that sleeps, and none does.
+            self._wait = self._advance(self._bell.rung() or self._in_background)
             if self._wait is Wait.AGAIN:
                 return True
             if done():

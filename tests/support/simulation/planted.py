@@ -54,9 +54,15 @@ PLANTS = [
         "a driver sleeps without a last look",
         (
             LOOP,
-            "            self._wait = self._advance(self._bell.rung())\n            if self._wait is Wait.AGAIN:\n",
+            "            self._wait = self._advance(self._bell.rung() or self._in_background)\n"
+            "            if self._wait is Wait.AGAIN:\n",
             "            if self._wait is Wait.AGAIN:\n",
         ),
+        kinds=("bells",),
+    ),
+    plant(
+        "a background driver sleeps through what was posted before it was seen to drive",
+        (LOOP, "self._advance(self._bell.rung() or self._in_background)", "self._advance(self._bell.rung())"),
         kinds=("bells",),
     ),
     plant(
