@@ -10,6 +10,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 from types import ModuleType
 
@@ -29,7 +30,7 @@ RECORDS = os.environ.get("HVLIKE_TEST_RECORDS")
 PEERS_SECONDS = 20.0
 # "2/3": of the tests that were selected, the second third; "1,2/5": two fifths.
 PART = os.environ.get("HVLIKE_TEST_PART", "1/1")
-# "yes": of a test marked `in_turn` some cases, others from commit to commit; else all.
+# "yes": of what is marked `in_turn` some cases, others from commit to commit; else all.
 TAKES_TURNS = os.environ.get("HVLIKE_TEST_TURNS") == "yes"
 
 # "cuda": tests make their tensors on the GPU of their rank (scripts/gpu_check runs some so).
@@ -119,19 +120,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def others_turn(items: list[pytest.Item]) -> list[pytest.Item]:
-    """Return the cases of tests marked `in_turn` that other commits try."""
+    """Return the cases of tests and modules marked `in_turn` that other commits try."""
     # Only these runs ask git.
-    from support.jobs_of_commit import cases_of, number_of_commit
+    from support.jobs_of_commit import is_tried, number_of_commit
 
-    functions: dict[str, list[pytest.Item]] = {}
+    groups: dict[str, tuple[pytest.Mark, list[pytest.Item]]] = {}
     for item in items:
-        if item.get_closest_marker("in_turn"):
-            functions.setdefault(item.nodeid.partition("[")[0], []).append(item)
+        for node, mark in islice(item.iter_markers_with_node("in_turn"), 1):
+            groups.setdefault(node.nodeid.partition("[")[0], (mark, []))[1].append(item)
     left: list[pytest.Item] = []
-    for cases in functions.values():
-        mark = cases[0].get_closest_marker("in_turn")
-        tried = cases_of(number_of_commit(), len(cases), mark.args[0] if mark else 1)
-        left.extend(case for place, case in enumerate(cases) if place not in tried)
+    for name, (mark, cases) in groups.items():
+        tried = is_tried(name, number_of_commit(), len(cases), *mark.args, **mark.kwargs)
+        left.extend(case for case, now in zip(cases, tried, strict=True) if not now)
     return left
 
 

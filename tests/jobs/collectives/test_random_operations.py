@@ -5,6 +5,7 @@ random_operations.py takes a larger number by hand: 10 000 take half a minute.
 
 import json
 
+import pytest
 from support.job import CHECKOUT, run_job
 
 COUNT = 2_000
@@ -13,6 +14,7 @@ GROWTH_MIB = 10.0
 """Of resident memory, in the last two thirds, in which about twelve process sets come and go."""
 
 
+@pytest.mark.in_turn(2, of=5)
 def test_random_operations() -> None:
     # A table of descriptions that is full before memory is measured first.
     env = {"HVLIKE_CACHE_CAPACITY": "256"}

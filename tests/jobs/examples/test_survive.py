@@ -13,6 +13,7 @@ pytestmark = [
 EXAMPLE = CHECKOUT / "examples" / "survive.py"
 
 
+@pytest.mark.in_turn(1)
 @pytest.mark.parametrize(("spares", "left"), [(0, 1), (1, 2)], ids=["shrink", "spare"])
 def test_the_others_go_on_from_their_last_commit_and_the_moment_is_marked(
     spares: int, left: int, tmp_path: Path

@@ -13,6 +13,7 @@ PROGRAMS = CHECKOUT / "tests" / "support" / "horovod"
 pytestmark = [pytest.mark.job, pytest.mark.timeout(200)]
 
 
+@pytest.mark.in_turn(1)
 @pytest.mark.parametrize(
     ("program", "ranks"), [([str(PROGRAMS / "program.py")], 2), (["-m", "support.horovod.program"], 1)]
 )
@@ -30,6 +31,7 @@ with_lightning = pytest.mark.skipif(
 
 
 @with_lightning
+@pytest.mark.in_turn(1, of=2)
 def test_lightning_has_its_strategy_for_horovod_again() -> None:
     job = run_job(MODULE, 2, args=["horovod", str(PROGRAMS / "lightning_program.py")], timeout=150).check()
     well = [line for line in job.stdout.splitlines() if line.endswith("well")]

@@ -9,6 +9,7 @@ JOB = CHECKOUT / "tests" / "support" / "integrations" / "unmodified_job.py"
 ARE_THERE = find_spec("lightning") is not None and find_spec("accelerate") is not None
 
 pytestmark = [
+    pytest.mark.in_turn(1, of=2),
     pytest.mark.timeout(200),
     pytest.mark.skipif(not ARE_THERE, reason="needs Lightning and accelerate: pip install hvlike[integrations]"),
 ]

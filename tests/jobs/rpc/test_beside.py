@@ -5,6 +5,8 @@ from pathlib import Path
 import pytest
 from support.job import run_job
 
+pytestmark = pytest.mark.in_turn(2)
+
 GLOO = """
 import sys
 import threading

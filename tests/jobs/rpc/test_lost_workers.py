@@ -7,10 +7,13 @@ import pytest
 from support.job import IS_OPEN_MPI, WRAPPERS
 from support.lost_workers.campaign import Loss, run
 
-pytestmark = [pytest.mark.skipif(not IS_OPEN_MPI, reason="a flag of Open MPI's mpirun"), pytest.mark.timeout(150)]
+pytestmark = [
+    pytest.mark.in_turn(2),
+    pytest.mark.skipif(not IS_OPEN_MPI, reason="a flag of Open MPI's mpirun"),
+    pytest.mark.timeout(150),
+]
 
 
-@pytest.mark.in_turn(2)
 @pytest.mark.parametrize(
     "loss",
     [

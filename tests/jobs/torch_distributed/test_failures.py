@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 from support.job import IS_OPEN_MPI, run_job
 
+pytestmark = pytest.mark.in_turn(2)
+
 START = """
 import os, signal, sys, threading, time
 from datetime import timedelta

@@ -14,6 +14,7 @@ OPERATIONS = int(os.environ.get("HVLIKE_TEST_MIXED_OPERATIONS", "2000"))
 PROGRAM = CHECKOUT / "tests" / "support" / "torch_distributed" / "mixed_operations.py"
 
 
+@pytest.mark.in_turn(2, of=5)
 @pytest.mark.timeout(max(200, OPERATIONS // 20))
 def test_mixed_operations_of_four_ranks_in_threads() -> None:
     job = run_job(PROGRAM, 4, args=[str(OPERATIONS)], timeout=max(120, OPERATIONS // 30)).check()

@@ -24,6 +24,7 @@ sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", *sys.argv[1:]]))
 """
 
 
+@pytest.mark.in_turn(1, of=3)
 @pytest.mark.timeout(200)
 def test_laws_between_hosts() -> None:
     program = RUN_PYTEST.format(root=str(CHECKOUT))

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from support.job import CHECKOUT, job_environment, run_job
 
+pytestmark = pytest.mark.in_turn(3)
+
 UNMODIFIED = """
 import os
 import sys

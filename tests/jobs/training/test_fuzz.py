@@ -13,7 +13,7 @@ PROGRAMS = 16
 SEED = 20
 
 
-@pytest.mark.in_turn(1)
+@pytest.mark.in_turn(2, of=5)
 @pytest.mark.parametrize(("ranks", "nodes"), [(2, None), (3, 2)])
 def test_random_programs(ranks: int, nodes: int | None) -> None:
     with Job(ranks) as job:

@@ -17,7 +17,7 @@ from support.kills.judge import (
     what_is_wrong_with_own_states,
 )
 
-pytestmark = pytest.mark.skipif(not IS_OPEN_MPI, reason="only Open MPI has ULFM")
+pytestmark = [pytest.mark.in_turn(4), pytest.mark.skipif(not IS_OPEN_MPI, reason="only Open MPI has ULFM")]
 
 STEPS, LIMIT = 300, 90.0  # Of so many steps some are left when a rank is killed, however fast they are
 

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from support.job import IS_OPEN_MPI, Job, RunningJob, start_job
 
+pytestmark = pytest.mark.in_turn(4)
+
 LIMIT_SECONDS = 30.0
 
 # `end()` marks the moment from which the time is taken. The other ranks wait for rank 1 in a collective.

@@ -29,7 +29,10 @@ train(hvd.elastic.ObjectState(step=0, size=hvd.size()))
 """
 ENV = {"HVLIKE_HEARTBEAT_SECONDS": "2"}
 SURVIVES = ("--with-ft", "ulfm")
-pytestmark = pytest.mark.skipif(not IS_OPEN_MPI, reason="the launcher of MPICH ends a job when a rank is lost")
+pytestmark = [
+    pytest.mark.in_turn(2),
+    pytest.mark.skipif(not IS_OPEN_MPI, reason="the launcher of MPICH ends a job when a rank is lost"),
+]
 
 
 def test_of_two_halves_that_with_rank_0_trains_on() -> None:

@@ -152,7 +152,7 @@ class SimulatedWorld:
             for each, (gradient, version) in zip(parameters, before, strict=True)
             if each.grad is not None and (each.grad is not gradient or each.grad._version != version)
         }
-        if failure is None and reached & training.resized and training.program.kind != "zero alone":
+        if reached & training.resized and training.program.kind != "zero alone":
             # The program drops what has arrived.
             failure, reached = DocumentedError("resized parameter"), set()
         if failure is not None:

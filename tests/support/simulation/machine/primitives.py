@@ -180,7 +180,8 @@ class SimulatedSemaphore:
         """Nothing is to be done."""
 
     def post(self) -> int:
-        """Add one."""
+        """Add one; others may go on between what the caller has looked at and this, as after any statement."""
+        self._scheduler.switch("posts")
         self._scheduler.fence()
         self._count += 1
         if not self._is_fence:
