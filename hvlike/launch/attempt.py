@@ -23,13 +23,14 @@ from hvlike.errors import LaunchError
 from hvlike.launch import supervisor
 from hvlike.observe import printing
 from hvlike.transport.failure.exit_status import VARIABLE, JobRecord
-from hvlike.transport.host.find_mpirun import OPEN_MPI, examine_launcher
+from hvlike.transport.host.find_mpirun import examine_launcher
+from hvlike.transport.host.launcher_table import STARTING
 from hvlike.transport.host.mpi_library import SHM_FOLDER
 
 _POLL_SECONDS = 0.2
 ORPHAN_SECONDS = 5.0  # How long ranks have that lost their launcher: they look about once a second
 _END_SECONDS = supervisor.STOP_SECONDS + ORPHAN_SECONDS + 15.0  # Until a supervisor that was told to end is killed
-_OPEN_MPI_NAMES = ("mpirun", "mpiexec", "orterun", "prterun")
+_TO_BE_TOLD = frozenset(name for row in STARTING.values() if row.export for name in row.commands)
 _SESSION_FOLDERS = ("PRTE_MCA_prte_tmpdir_base", "PRTE_MCA_prte_local_tmpdir_base")
 _SEGMENT_FOLDER = "OMPI_MCA_btl_sm_backing_directory"
 
@@ -69,14 +70,15 @@ class Requests:
 def with_variables(command: Sequence[str], names: Sequence[str]) -> list[str]:
     """The command, told to take variables to ranks on other nodes: only Open MPI's mpirun has to be."""
     first, *rest = command
-    if Path(first).name not in _OPEN_MPI_NAMES:
+    if Path(first).name not in _TO_BE_TOLD:
         return list(command)
     try:
         family = examine_launcher(first).family
     except LaunchError:
         return list(command)
-    given = {word.partition("=")[0] for flag, word in pairwise(rest) if flag == "-x"}
-    added = [word for name in names if name not in given for word in ("-x", name)] if family == OPEN_MPI else []
+    export = STARTING[family].export if family in STARTING else ""
+    given = {word.partition("=")[0] for flag, word in pairwise(rest) if flag == export}
+    added = [word for name in names if export and name not in given for word in (export, name)]
     return [first, *added, *rest]
 
 

@@ -18,9 +18,11 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from hvlike.errors import LaunchError
 from hvlike.launch.attempt import Requests, run_attempt, say, with_variables
 from hvlike.training.elastic.checkpoint_files import list_files
 from hvlike.transport.failure.exit_status import EXIT_PREEMPTED, FINISHED, PREEMPTED, VARIABLE, JobRecord
+from hvlike.transport.host.find_mpirun import ask_mpi_library, find_mpirun
 
 CHECKPOINT = "HVLIKE_CHECKPOINT_DIR"
 EXIT_GAVE_UP, EXIT_CANNOT_START = 1, 2
@@ -45,11 +47,14 @@ def main(arguments: list[str]) -> int:
     """Run the command until it has finished, and return the exit status."""
     parser = argparse.ArgumentParser(
         prog="python -m hvlike launch",
-        usage="python -m hvlike launch [--restarts N] [--checkpoint DIR] [--grace S] -- mpirun ... python train.py",
+        usage="python -m hvlike launch [--restarts N] [--checkpoint DIR] [--grace S] -- mpirun ... python train.py\n"
+        "       python -m hvlike launch -n N ... -- python train.py",
         description="Start a job, and start it again after failures, from its newest whole checkpoint.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    chosen = "start N ranks of the command by the launcher of the MPI library: mpirun, or in an allocation srun"
+    parser.add_argument("-n", "--ranks", type=int, metavar="N", help=chosen)
     parser.add_argument("--restarts", type=int, default=3, metavar="N", help="failures in a row without progress (3)")
     parser.add_argument("--checkpoint", metavar="DIR", help="on a disk of this host and of rank 0's")
     parser.add_argument("--grace", type=float, default=60.0, metavar="S", help="seconds to reach a commit (60)")
@@ -61,6 +66,14 @@ def main(arguments: list[str]) -> int:
     command = arguments[split + 1 :]
     if not command:
         parser.error("the command is missing: python -m hvlike launch --checkpoint DIR -- mpirun -n 4 python train.py")
+    if options.ranks is not None:
+        if options.ranks < 1:
+            parser.error(f"argument -n: expected a number of ranks above 0, got {options.ranks}")
+        try:
+            command = find_mpirun(ask_mpi_library(os.environ), os.environ).command(options.ranks, command)
+        except LaunchError as error:
+            say(str(error))
+            return EXIT_CANNOT_START
     checkpoint = options.checkpoint or os.environ.get(CHECKPOINT) or None
     with tempfile.TemporaryDirectory(prefix="hvlike-launch-") as place, Requests() as requests:
         # The ranks see the checkpoint folder; the other one only those of this host.

@@ -22,10 +22,10 @@ from typing import Any
 
 from hvlike.errors import LaunchError, UsageError
 from hvlike.observe import printing
+from hvlike.transport.host.launchers import rank_told
 
 RANK_PROGRAM = "import sys; from hvlike.launch.job_folder import run_rank; run_rank(sys.argv[1])"
 """What each rank of the job runs; its argument is the folder."""
-_RANKS = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "MV2_COMM_WORLD_RANK")
 
 
 @dataclass(frozen=True)
@@ -121,10 +121,13 @@ def raise_again(failure: Failure) -> None:
 
 def rank_of(environment: Mapping[str, str]) -> int:
     """Return the rank that the launcher has given this process. MPI need not run. Raises: LaunchError."""
-    for variable in _RANKS:
-        if environment.get(variable, "").isdecimal():
-            return int(environment[variable])
-    raise LaunchError(f"run: the launcher has told this process no rank: none of {', '.join(_RANKS)} is set.")
+    rank = rank_told(environment)
+    if rank is None:
+        raise LaunchError(
+            "run: the launcher has told this process no rank: expected one of its variables (OMPI_COMM_WORLD_RANK, "
+            "PMI_RANK, SLURM_PROCID and so on), got none. If a container is started in between, let variables pass."
+        )
+    return rank
 
 
 def run_rank(place: str) -> None:

@@ -25,8 +25,10 @@ from hvlike.launch.job_folder import RANK_PROGRAM, first_failure, raise_again, r
 from hvlike.observe import printing
 from hvlike.system.system import system
 from hvlike.transport.host import find_mpirun
-from hvlike.transport.host.find_mpirun import OPEN_MPI, Mpirun
+from hvlike.transport.host.find_mpirun import Mpirun
+from hvlike.transport.host.launcher_table import OWN_VARIABLES, STARTING
 from hvlike.transport.host.launchers import detect_launcher
+from hvlike.transport.host.mpi_library import advice_on
 from hvlike.transport.host.rank_variables import without_own
 
 T = TypeVar("T")
@@ -34,16 +36,6 @@ T = TypeVar("T")
 _DRAIN_SECONDS = 10.0
 _CHARACTERS_KEPT = 20_000
 _LINES_SHOWN = 40
-_LAUNCHER_VARIABLES = (
-    "OMPI_COMM_WORLD_",
-    "PMIX_",
-    "PMI_",
-    "PRTE_MCA_",
-    "PRTE_LAUNCHED",
-    "HYDI_",
-    "HYDRA_",
-    "MPI_LOCAL",
-)
 
 
 def run(
@@ -62,8 +54,9 @@ def run(
 ) -> list[T]:
     """Call a function on every rank of a new job and return the results by rank.
 
-    The job is started with the mpirun that belongs to the MPI library mpi4py loads. This process starts no MPI and
-    need not call init(). What the ranks print appears as it comes. Blocks until the job ends; Ctrl-C ends the job.
+    The job is started with the mpirun that belongs to the MPI library mpi4py loads, or inside an allocation that has
+    none with the launcher of the batch system (srun, jsrun, flux). This process starts no MPI and need not call init().
+    What the ranks print appears as it comes. Blocks until the job ends; Ctrl-C ends the job.
 
     Args:
         func: Called as `func(*args, **kwargs)` on every rank; it calls hvd.init() itself. With cloudpickle installed
@@ -72,14 +65,15 @@ def run(
         kwargs: Keyword arguments of the function.
         np: Number of ranks. Default: 2.
         num_proc: Another name for np.
-        hosts: "a:2,b:2" for two ranks on each of two hosts. Default: all ranks run on this machine.
+        hosts: "a:2,b:2" for two ranks on each of two hosts. Default: all ranks run on this machine, or where the batch
+            system places them.
         hostfile: The same as a file in the launcher's format.
         env: Variables to add to the environment of the ranks. OMP_NUM_THREADS, if it is set nowhere, becomes the
             number of cores divided by the number of ranks.
         timeout: Seconds after which the job is ended. Default: no limit.
-        mpi_args: More arguments for mpirun.
-        folder: Where call and results are kept meanwhile; with hosts, all of them must see it. Default: the system's
-            folder for temporary files, with hosts the current one.
+        mpi_args: More arguments for the launcher.
+        folder: Where call and results are kept meanwhile; with several hosts, all of them must see it. Default: the
+            system's folder for temporary files, with hosts or a batch system the current one.
 
     Returns:
         What the function has returned on each rank, in rank order.
@@ -100,12 +94,13 @@ def run(
     """
     ranks = _checked_ranks(func, np, num_proc, hosts, hostfile)
     mpirun = find_mpirun.find_mpirun(find_mpirun.ask_mpi_library(os.environ), os.environ)
-    on_hosts = hosts is not None or hostfile is not None
+    host_flags = _host_flags(mpirun, hosts, hostfile)
+    on_hosts = bool(host_flags) or mpirun.is_of_allocation
     parent = folder if folder is not None else os.getcwd() if on_hosts else None
     with tempfile.TemporaryDirectory(prefix="hvlike-run-", dir=parent) as place:
         write_call(Path(place), partial(func, *args, **(kwargs or {})))
         added = _added_variables(os.environ, ranks, on_hosts=on_hosts) | dict(env or {})
-        flags = [*_host_flags(mpirun, hosts, hostfile, added), *mpi_args]
+        flags = [*host_flags, *(_export_flags(mpirun, added) if host_flags else ()), *mpi_args]
         command = mpirun.command(ranks, [sys.executable, "-c", RANK_PROGRAM, place], flags)
         try:
             status, errors = run_to_its_end(command, without_launcher(os.environ) | added, timeout, place)
@@ -152,21 +147,28 @@ def without_launcher(environment: Mapping[str, str]) -> dict[str, str]:
     environment = without_own(environment)
     if detect_launcher(environment) is None:
         return environment
-    return {name: value for name, value in environment.items() if not name.startswith(_LAUNCHER_VARIABLES)}
+    return {name: value for name, value in environment.items() if not name.startswith(OWN_VARIABLES)}
 
 
-def _host_flags(
-    mpirun: Mpirun, hosts: str | None, hostfile: str | os.PathLike[str] | None, added: Mapping[str, str]
-) -> list[str]:
-    """Return the flags that name the hosts, and take variables there: only Open MPI's launcher needs to be told."""
+def _host_flags(mpirun: Mpirun, hosts: str | None, hostfile: str | os.PathLike[str] | None) -> list[str]:
+    """Return the flags that name the hosts. Raises: UsageError where the launcher takes them from its allocation."""
     if hosts is None and hostfile is None:
         return []
-    where = [os.fspath(hostfile or "") if hosts is None else hosts]
-    if mpirun.family != OPEN_MPI:
-        return ["-f" if hosts is None else "-hosts", *where]
+    row = STARTING.get(mpirun.family)
+    if row is None or row.hosts is None:
+        raise UsageError(
+            f"run: {mpirun.path} ({mpirun.family}) runs ranks on the hosts of its allocation, and takes none from "
+            "hosts or hostfile. Leave both out; mpi_args passes options of its own, such as ['--nodelist=a,b'] to srun."
+        )
+    for_hosts, for_file = row.hosts
+    return [for_hosts, hosts] if hosts is not None else [for_file, os.fspath(hostfile or "")]
+
+
+def _export_flags(mpirun: Mpirun, added: Mapping[str, str]) -> list[str]:
+    """Return the flags that take variables to other hosts: only Open MPI's launcher needs to be told."""
+    export = STARTING[mpirun.family].export
     settings = [name for name in os.environ if name.startswith(("HVLIKE_", "HOROVOD_"))]
-    exported = [flag for name in dict.fromkeys([*added, *settings]) for flag in ("-x", name)]
-    return ["--hostfile" if hosts is None else "--host", *where, *exported]
+    return [flag for name in dict.fromkeys([*added, *settings]) for flag in (export, name)] if export else []
 
 
 def _results(folder: Path, ranks: int, command: Sequence[str], status: int, errors: str) -> list[Any]:
@@ -178,9 +180,10 @@ def _results(folder: Path, ranks: int, command: Sequence[str], status: int, erro
     if status or missing:
         what = f"rank {missing[0]} has left no result" if missing else "all ranks have returned"
         last = "\n".join(errors.splitlines()[-_LINES_SHOWN:])
+        advice = advice_on(errors)
         raise LaunchError(
             f"run: the job ended with status {status} and {what}, without an exception: it was killed, it crashed, or "
-            f"it never started (`{' '.join(command)}`). The last lines on stderr:\n{last}"
+            f"it never started (`{' '.join(command)}`). {advice}{' ' * bool(advice)}The last lines on stderr:\n{last}"
         )
     return [pickle.loads(result) for result in results if result is not None]
 

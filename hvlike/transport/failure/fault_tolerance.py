@@ -40,7 +40,7 @@ from hvlike.system.system import of_process, system
 from hvlike.transport.failure.fault_tolerant_comm import GARBAGE, FaultTolerantCommunicator, is_failure
 from hvlike.transport.failure.roles import Roles
 from hvlike.transport.host import launchers, topology
-from hvlike.transport.host.mpi_library import ForkMark, mapped_files
+from hvlike.transport.host.mpi_library import ForkMark, functions_of, mapped_files
 from hvlike.version import page
 
 ENABLED = "OMPI_MCA_mpi_ft_enable"
@@ -322,7 +322,7 @@ class Job:
         late.daemon = True
         late.start()
         # mpi4py holds Python's lock while it finalises, so that no thread could end the process.
-        ctypes.CDLL(mapped_files("/libmpi.so")[0]).MPI_Finalize()
+        functions_of(self.mpi).MPI_Finalize()
         late.cancel()
 
 

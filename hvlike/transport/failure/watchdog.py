@@ -24,7 +24,8 @@ from hvlike.observe.printing import descriptor_of_stderr, report
 from hvlike.system.system import system
 from hvlike.transport.failure.fault_tolerance import abort_job
 from hvlike.transport.host import launchers
-from hvlike.transport.host.parents import LAUNCHERS, LauncherWatch, environment_of
+from hvlike.transport.host.launcher_table import PROCESSES
+from hvlike.transport.host.parents import LauncherWatch, environment_of
 
 
 class Liveness:
@@ -154,7 +155,7 @@ def start_watchdog(environ: Mapping[str, str]) -> AbstractContextManager[None]:
 def _find_daemon() -> int:
     """The process of the launcher that has started this rank, 0 if it cannot be seen."""
     launcher = LauncherWatch().launcher
-    return launcher if process_status(launcher).get("Name") in LAUNCHERS else 0
+    return launcher if process_status(launcher).get("Name") in PROCESSES else 0
 
 
 def _rank_in(process: int, environ: Mapping[str, str]) -> int | None:

@@ -1,16 +1,20 @@
 """Which launcher started this process and how many processes it was asked for, read from the environment.
 
 When a launcher starts N processes that the loaded MPI library does not understand, MPI takes each one for a job of
-size 1: N models are trained side by side and nobody notices. `check_launcher` turns that into an error.
+size 1: N models are trained side by side and nobody notices. `check_launcher` turns that into an error. The launchers
+themselves are in `launcher_table.py`.
 """
 
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Mapping
+import os
+from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
 from hvlike.errors import LaunchError
+from hvlike.transport.host.launcher_table import LAUNCHERS, LauncherKind
+from hvlike.transport.host.parents import environment_of, read_process
 
 
 class Launcher(NamedTuple):
@@ -21,81 +25,63 @@ class Launcher(NamedTuple):
     variable: str
     rank: int | None = None
     fix: str = ""  # What to do when the loaded MPI library does not understand it
+    family: str = ""  # As in `launcher_table`; empty: it starts no MPI jobs, or is not known
+    at_least: bool = False  # Whether there may be more processes than `size`, as it does not tell their number
 
-
-_SAME_MPI = "Start the job by the mpirun that belongs to the loaded MPI library (`python -m hvlike doctor` shows both)"
-_NO_MPI = "{name} does not start MPI jobs: use `mpirun -n {size} python ...` in its place"
-_INTERFACE = "Choose the interface that the library speaks: "
-
-# Name, the variables with size and rank, a variable that must stand beside them, the fix. The innermost launcher comes
-# first: mpirun inside a batch step sets its own variables and leaves those of the step. SLURM_NTASKS is no sign: sbatch
-# sets it for a script that no launcher has started.
-SIGNS = (
-    ("torchrun", "WORLD_SIZE", "RANK", "TORCHELASTIC_RUN_ID", _NO_MPI),
-    ("horovodrun without MPI (Gloo)", "HOROVOD_SIZE", "HOROVOD_RANK", "HOROVOD_GLOO_RENDEZVOUS_ADDR", _NO_MPI),
-    ("Open MPI's mpirun", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", None, _SAME_MPI),
-    ("MVAPICH's mpirun", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_RANK", None, _SAME_MPI),
-    ("MPICH's mpiexec (Hydra, Intel MPI, PALS)", "PMI_SIZE", "PMI_RANK", None, _SAME_MPI),
-    (
-        "LSF's jsrun",
-        "JSM_NAMESPACE_SIZE",
-        "JSM_NAMESPACE_RANK",
-        None,
-        "Load the MPI library that jsrun serves (IBM Spectrum MPI), or use mpirun",
-    ),
-    (
-        "Flux",
-        "FLUX_JOB_SIZE",
-        "FLUX_TASK_RANK",
-        None,
-        _INTERFACE + "`flux run -o mpi=...` or `-o pmi=pmix`, or use mpirun",
-    ),
-    (
-        "Slurm's srun",
-        "SLURM_STEP_NUM_TASKS",
-        "SLURM_PROCID",
-        None,
-        _INTERFACE + "`srun --mpi=pmix` for Open MPI (4 or newer), `srun --mpi=pmi2` for MPICH and Intel MPI (`srun "
-        "--mpi=list` shows what the site offers), or use mpirun inside the allocation",
-    ),
-)
+    @property
+    def asked(self) -> str:
+        """How many processes it was asked for, in words."""
+        value = self.rank if self.at_least else self.size
+        return f"{'at least ' * self.at_least}{self.size} processes ({self.variable}={value})"
 
 
 def detect_launcher(environment: Mapping[str, str]) -> Launcher | None:
     """The innermost launcher that `environment` shows, or None for a process started by hand."""
-    for name, variable, rank_variable, beside, fix in SIGNS:
-        number = environment.get(variable, "")
-        if variable == "PMI_SIZE" and _is_pmi2_of_slurm(environment):
-            continue
-        if number.isdecimal() and (beside is None or beside in environment):
-            rank = environment.get(rank_variable, "")
-            fix = fix.format(name=name, size=number)
-            return Launcher(name, int(number), variable, int(rank) if rank.isdecimal() else None, fix)
+    found = [(kind, launcher) for kind in LAUNCHERS if (launcher := _read(kind, environment)) is not None]
+    for place, (kind, launcher) in enumerate(found):
+        # A batch system that speaks PMI sets the variables of MPICH's launcher beside its own.
+        outer = [each for _, each in found[place + 1 :]]
+        borrowed = bool(kind.proof) and kind.proof not in environment
+        if not borrowed or not any(_are_same(launcher, each) for each in outer):
+            return launcher
     return None
 
 
-def _is_pmi2_of_slurm(environment: Mapping[str, str]) -> bool:
-    """Whether `srun --mpi=pmi2` has set PMI_SIZE. Hydra in a step of Slurm sets it, too, but numbers local ranks."""
-    pairs = (("PMI_SIZE", "SLURM_STEP_NUM_TASKS"), ("PMI_RANK", "SLURM_PROCID"))
-    return "MPI_LOCALNRANKS" not in environment and all(environment.get(a, "") == environment.get(b) for a, b in pairs)
+def _read(kind: LauncherKind, environment: Mapping[str, str]) -> Launcher | None:
+    if kind.beside and kind.beside not in environment:
+        return None
+    rank, size = _number(environment, kind.rank), _number(environment, kind.size)
+    at_least, variable = False, kind.size
+    if not kind.tells_size:
+        if rank is None:
+            return None
+        if size is None or _number(environment, "PMI_RANK") != rank:
+            at_least, variable = True, kind.rank
+            size = max(rank + 1, _number(environment, kind.local_size) or 1)
+    if size is None:
+        return None
+    return Launcher(kind.name, size, variable, rank, kind.fix.format(name=kind.name, size=size), kind.family, at_least)
 
 
-# Where a rank stands on its node. Slurm's come last: mpirun inside a batch step leaves those of the step.
-_LOCAL_RANKS = (
-    "OMPI_COMM_WORLD_LOCAL_RANK",
-    "MV2_COMM_WORLD_LOCAL_RANK",
-    "MPI_LOCALRANKID",
-    "PMI_LOCAL_RANK",
-    "PALS_LOCAL_RANKID",
-    "JSM_NAMESPACE_LOCAL_RANK",
-    "FLUX_TASK_LOCAL_ID",
-    "SLURM_LOCALID",
-)
+def _number(environment: Mapping[str, str], name: str) -> int | None:
+    text = environment.get(name, "")
+    return int(text) if text.isdecimal() else None
+
+
+def _are_same(one: Launcher, other: Launcher) -> bool:
+    return one.rank == other.rank and (one.size == other.size or other.at_least)
+
+
+def rank_told(environment: Mapping[str, str]) -> int | None:
+    """The rank that a launcher of MPI jobs has given this process. MPI need not run."""
+    found = (_number(environment, kind.rank) for kind in LAUNCHERS if kind.starts_mpi)
+    return next((rank for rank in found if rank is not None), None)
 
 
 def local_rank(environment: Mapping[str, str]) -> str | None:
     """The number of this rank on its node, where the launcher tells it."""
-    return next((environment[name] for name in _LOCAL_RANKS if name in environment), None)
+    names = (kind.local_rank for kind in LAUNCHERS if kind.starts_mpi and kind.local_rank)
+    return next((environment[name] for name in names if name in environment), None)
 
 
 def check_launcher(environment: Mapping[str, str], mpi_size: int, library: str) -> None:
@@ -104,19 +90,59 @@ def check_launcher(environment: Mapping[str, str], mpi_size: int, library: str) 
     if launcher is None or mpi_size > 1 or launcher.size <= 1:
         return
     raise LaunchError(
-        f"{launcher.name} started {launcher.size} processes ({launcher.variable}={launcher.size}), but MPI sees a job "
-        f"of one process here: each of the {launcher.size} would train its own model. The loaded MPI library is: "
-        f"{library}. It does not understand this launcher. {launcher.fix}. To run this process alone on purpose, unset "
-        f"{launcher.variable}."
+        f"{launcher.name} started {launcher.asked}, but MPI sees a job of one process here: each of the "
+        f"{launcher.size} would train its own model. The loaded MPI library is: {library}. It does not understand this "
+        f"launcher. {launcher.fix}. To run this process alone on purpose, unset {launcher.variable}."
     )
 
 
+class Hidden(NamedTuple):
+    """A launcher whose variables do not reach this process."""
+
+    launcher: Launcher
+    wrapper: str  # The name of the process below which they are missing
+
+
+def hidden_launcher(environment: Mapping[str, str], above: Callable[[], Iterator[int]] | None = None) -> Hidden | None:
+    """The launcher of several processes that a process above this one shows and this one does not: what stands between
+    them (a container, `env -i`, sudo) has dropped its variables. above: the processes above this one, the next first.
+    """
+    if detect_launcher(environment) is not None:
+        return None
+    for process in (above or processes_above)():
+        launcher = detect_launcher(environment_of(process))
+        if launcher is not None:
+            known = read_process(process)
+            return None if launcher.size <= 1 else Hidden(launcher, known.name if known is not None else "?")
+    return None
+
+
+def processes_above() -> Iterator[int]:
+    """The processes above this one, as far as they can be seen."""
+    process = os.getppid()
+    while process > 1:
+        yield process
+        known = read_process(process)
+        process = 0 if known is None else known.parent
+
+
 def lone_child_warning(environment: Mapping[str, str], size: int) -> str:
-    """The warning for a job of one rank in a child of multiprocessing, which no launcher has started; else ""."""
-    if size > 1 or multiprocessing.parent_process() is None or detect_launcher(environment) is not None:
+    """The warning for a job of one rank that no launcher has started, it seems, though it is one of several processes:
+    children of multiprocessing, or ranks in containers that hide their launcher; else "".
+    """
+    if size > 1 or detect_launcher(environment) is not None:
+        return ""
+    if multiprocessing.parent_process() is not None:
+        return (
+            "init() was called in a child process that multiprocessing or torch.multiprocessing.spawn has started, "
+            "without a launcher: this is a job of one rank, and each such child trains a model of its own. For N ranks "
+            "start the program by `mpirun -n N python ...`, or the function by hvd.run(function, np=N)."
+        )
+    hidden = hidden_launcher(environment)
+    if hidden is None:
         return ""
     return (
-        "init() was called in a child process that multiprocessing or torch.multiprocessing.spawn has started, without "
-        "a launcher: this is a job of one rank, and each such child trains a model of its own. For N ranks start the "
-        "program by `mpirun -n N python ...`, or the function by hvd.run(function, np=N)."
+        f"{hidden.launcher.name} started {hidden.launcher.asked}, but its variables end at the process "
+        f"{hidden.wrapper!r} above this one: this is a job of one rank, and each such process trains a model of its "
+        "own. Let the variables pass (a container without --cleanenv, no `env -i`, `sudo -E`)."
     )

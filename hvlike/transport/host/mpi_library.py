@@ -122,6 +122,43 @@ INSTALL_HINT = (
     "environment), or load your site's MPI (`module load ...`) and name its library in MPI4PY_LIBMPI if mpi4py does "
     "not find it."
 )
+IMPORT_ORDER = (
+    "Cray MPICH has to start before torch is imported: begin the program with `from mpi4py import MPI`, or start it by "
+    "`python -m hvlike run train.py`, which does that"
+)
+_CRAY_HINT = (
+    " For Cray MPICH build mpi4py against it: `MPICC='cc -shared' pip install --no-binary mpi4py mpi4py`. "
+    f"{IMPORT_ORDER}."
+)
+
+
+def install_hint(environment: Mapping[str, str]) -> str:
+    """What to do when no MPI library loads."""
+    in_sight = any(name.startswith(("CRAY_MPICH", "CRAYPE_")) for name in environment)
+    return INSTALL_HINT + _CRAY_HINT * in_sight
+
+
+# What MPI prints when it ends a job in MPI_Init, and what to do.
+_WORDS_OF_MPI = {
+    "GTL library is not linked": "MPICH_GPU_SUPPORT_ENABLED=1 asks Cray MPICH for what mpi4py was not linked with. "
+    "hvlike hands MPI host memory only: export MPICH_GPU_SUPPORT_ENABLED=0. " + IMPORT_ORDER + ".",
+    "NIC_POLICY": IMPORT_ORDER + ".",
+    "No PMIx server was reachable": "Open MPI was started by a launcher without PMIx: `srun --mpi=pmix`, or mpirun.",
+}
+
+
+def advice_on(output: str) -> str:
+    """What to do about an MPI that has ended the job, by its last words; "" where they are not known."""
+    return next((advice for words, advice in _WORDS_OF_MPI.items() if words in output), "")
+
+
+FILE_NAMES = r"libmpi(ch)?(_(abi|cray|gnu|intel|ibm|aocc|nvidia|amd)\w*)?\.so"
+"""A regular expression for the names of MPI's shared object, without those of Fortran, C++ and GPU transport."""
+
+
+def functions_of(mpi: ModuleType) -> ctypes.CDLL:
+    """The functions of the library that mpi4py has loaded, whatever its file is called: mpi4py depends on it."""
+    return ctypes.CDLL(mpi.__file__)
 
 
 def load_mpi(*, serialized: bool = False, threads_go_on: bool = False) -> ModuleType:
@@ -144,8 +181,7 @@ def load_mpi(*, serialized: bool = False, threads_go_on: bool = False) -> Module
         level = _thread_level(mpi)
         if threads_go_on:
             # mpi4py holds Python's lock in MPI_Init, so that no thread could report what that waits for.
-            library = ctypes.CDLL(mapped_files("/libmpi.so")[0])
-            library.MPI_Init_thread(None, None, level, ctypes.byref(ctypes.c_int()))
+            functions_of(mpi).MPI_Init_thread(None, None, level, ctypes.byref(ctypes.c_int()))
         else:
             mpi.Init_thread(level)
         for comm in (mpi.COMM_WORLD, mpi.COMM_SELF):
@@ -181,10 +217,10 @@ def _import_mpi() -> ModuleType:
     except ModuleNotFoundError as error:
         if error.name not in ("mpi4py", "mpi4py.MPI"):
             raise
-        raise LaunchError("mpi4py is not installed. Run `pip install mpi4py`. " + INSTALL_HINT) from None
+        raise LaunchError("mpi4py is not installed. Run `pip install mpi4py`. " + install_hint(os.environ)) from None
     except (ImportError, RuntimeError) as error:
         reason = "; ".join(str(error).splitlines())
-        raise LaunchError(f"mpi4py found no MPI library it can load ({reason}). {INSTALL_HINT}") from None
+        raise LaunchError(f"mpi4py found no MPI library it can load ({reason}). {install_hint(os.environ)}") from None
     return MPI
 
 

@@ -7,8 +7,6 @@ which a launcher gives to the processes that it starts and does not have itself.
 
 A rank's own stdout and stderr do not tell whether a person watches: under Open MPI stdout always is a terminal (made
 by Open MPI) and stderr never is. So `columns_of_terminal` looks at the stderr of the launcher.
-
-This file imports nothing of hvlike.
 """
 
 from __future__ import annotations
@@ -19,31 +17,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
+from hvlike.transport.host.launcher_table import LAUNCHERS, PROCESSES
+
 T = TypeVar("T")
 
-# What a launcher tells a rank about itself, the innermost launcher first: mpirun inside a batch step leaves the step's.
-_OF_ONE_RANK = (
-    ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMIX_NAMESPACE"),
-    ("MV2_COMM_WORLD_RANK",),
-    ("PMI_RANK", "PMI_JOBID"),
-    ("JSM_NAMESPACE_RANK",),
-    ("FLUX_TASK_RANK", "FLUX_JOB_ID"),
-    ("SLURM_PROCID", "SLURM_STEP_ID", "SLURM_JOB_ID"),
-)
-LAUNCHERS = frozenset(
-    {
-        "mpirun",
-        "prte",
-        "mpiexec",
-        "mpiexec.hydra",
-        "orterun",
-        "prterun",
-        "orted",
-        "prted",
-        "hydra_pmi_proxy",
-        "hydra_bstrap_pr",
-    }
-)
 _MOST_PARENTS = 8
 _COLUMNS = 80
 
@@ -80,8 +57,8 @@ def rank_of(environment: Mapping[str, str]) -> tuple[str | None, ...]:
     """What the innermost launcher has told a process about itself; the same in processes that this one starts, and in
     no others of the machine. Empty without a launcher.
     """
-    for names in _OF_ONE_RANK:
-        found = tuple(environment.get(name) for name in names)
+    for kind in LAUNCHERS:
+        found = tuple(environment.get(name) for name in (kind.rank, *kind.identity) if kind.starts_mpi)
         if any(found):
             return found
     return ()
@@ -166,7 +143,7 @@ def _stderr_of_launcher() -> str | None:
     pid, found = LauncherWatch().launcher, None
     for _ in range(_MOST_PARENTS):
         process = read_process(pid)
-        if process is None or process.name not in LAUNCHERS:
+        if process is None or process.name not in PROCESSES:
             break
         try:
             found = os.readlink(f"/proc/{pid}/fd/2")
