@@ -15,8 +15,8 @@ from hvlike.collectives.session import basics
 from hvlike.doctor import gpus, job, launching, machine, software
 from hvlike.doctor.finding import Finding, Verdict, plural
 from hvlike.doctor.job import Case, Gathered, collect_rank_facts, start_job
-from hvlike.doctor.launching import Launchers, Trial, collect_launchers, try_ranks
 from hvlike.doctor.probe import LIMIT, Gap, Prober, Skipped, Unanswered
+from hvlike.launch.trial import Launchers, Trial, collect_launchers, try_ranks
 from hvlike.transport.host.launchers import detect_launcher
 
 Findings = dict[str, Finding]  # By the names of the checks
@@ -27,6 +27,7 @@ CHECKS: dict[str, Callable[[Case, Finding], None]] = {
     "two ranks": launching.check_two_ranks,
     "settings": launching.check_settings,
     "launcher": launching.check_launcher,
+    "surroundings": launching.check_surroundings,
     "hosts": job.check_hosts,
     "same software": software.check_sameness,
     "cores": machine.check_cores,
@@ -178,8 +179,8 @@ def collect_case(prober: Prober, *, reports: bool) -> Case:
     trial: Trial | Gap | None = None
     if reports and not isinstance(library, Gap):
         launchers = prober.ask(lambda: collect_launchers(library, os.environ))
-        if own.launcher is None and isinstance(launchers, Launchers) and launchers.on_path is not None:
-            mpirun, seconds = launchers.on_path, max(1.0, prober.limit - _MARGIN_SECONDS)
+        if own.launcher is None and isinstance(launchers, Launchers) and launchers.tried is not None:
+            mpirun, seconds = launchers.tried, max(1.0, prober.limit - _MARGIN_SECONDS)
             trial = prober.ask(lambda: try_ranks(mpirun, seconds))
     progress = start_job(own, prober)
     ranks = progress.gathered.ranks if isinstance(progress.gathered, Gathered) else ()

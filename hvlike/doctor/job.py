@@ -22,13 +22,16 @@ from hvlike.config import SETTINGS
 from hvlike.doctor import machine
 from hvlike.doctor.finding import Finding, by_value
 from hvlike.doctor.gpus import Gpus, NcclState, collect_gpus, collect_nccl_state
-from hvlike.doctor.launching import Launchers, Settings, Trial, collect_settings
+from hvlike.doctor.launching import Settings, collect_settings
 from hvlike.doctor.probe import Gap, Prober, Skipped, known
 from hvlike.doctor.software import Software, collect_software
+from hvlike.launch.trial import Launchers, Trial
 from hvlike.observe.printing import format_seconds, format_size
+from hvlike.system.system import system
 from hvlike.transport.host.find_mpirun import MpiLibrary, ask_mpi_library
 from hvlike.transport.host.launchers import Launcher, detect_launcher
 from hvlike.transport.host.mpi_library import SHM_FOLDER, load_mpi
+from hvlike.transport.host.surroundings import Oddity, look_around
 from hvlike.transport.host.topology import group_by_node
 from hvlike.version import page
 
@@ -61,6 +64,7 @@ class RankFacts:
     files: machine.TemporaryFiles | Gap
     gpus: Gpus | Gap
     nccl: NcclState | Gap
+    surroundings: tuple[Oddity, ...] = ()
 
 
 def collect_rank_facts(prober: Prober) -> RankFacts:
@@ -75,8 +79,9 @@ def collect_rank_facts(prober: Prober) -> RankFacts:
         processor=prober.ask(lambda: machine.collect_processor(parent)),
         memory=prober.ask(machine.collect_shared_memory),
         files=prober.ask(machine.collect_temporary_files),
-        gpus=prober.ask(collect_gpus),
+        gpus=(gpus := prober.ask(collect_gpus)),
         nccl=prober.ask(collect_nccl_state),
+        surroundings=look_around(os.environ, gpus=isinstance(gpus, Gap) or gpus.has_driver),
     )
 
 
@@ -85,6 +90,7 @@ class RankReport(NamedTuple):
 
     size: int
     thread_level: str  # MPI's name of it, as THREAD_MULTIPLE
+    cores: int = 0  # On which this process may run afterwards; 0: not known
 
 
 class Gathered(NamedTuple):
@@ -131,7 +137,7 @@ def _steps(own: RankFacts) -> Iterator[Any]:
         os.environ.pop(name, None)
     mpi = load_mpi()
     names = {getattr(mpi, name): name for name in _THREAD_LEVELS}
-    yield RankReport(mpi.COMM_WORLD.Get_size(), names[mpi.Query_thread()])
+    yield RankReport(mpi.COMM_WORLD.Get_size(), names[mpi.Query_thread()], len(system.cores()))
     # Here come the first messages between the ranks.
     comm = mpi.COMM_WORLD.Dup()
     node = comm.Split_type(mpi.COMM_TYPE_SHARED, key=comm.Get_rank())

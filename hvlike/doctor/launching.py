@@ -1,14 +1,8 @@
-"""How a job is started: settings, the launchers of its machine, a trial of two ranks; and the checks of them."""
+"""How a job is started: the checks of its settings, the launchers of its machine, and a trial of two ranks."""
 
 from __future__ import annotations
 
-import contextlib
-import os
 import re
-import shutil
-import subprocess
-import sys
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -16,10 +10,10 @@ from typing import TYPE_CHECKING
 from hvlike import config
 from hvlike.doctor.finding import Finding, plural
 from hvlike.doctor.probe import FAILED, Gap, Skipped, known
-from hvlike.errors import LaunchError, UsageError
-from hvlike.launch.attempt import Attempt
-from hvlike.transport.host import find_mpirun
-from hvlike.transport.host.find_mpirun import HYDRA, OPEN_MPI, UNKNOWN, MpiLibrary, Mpirun, family_of_library
+from hvlike.errors import UsageError
+from hvlike.transport.host.find_mpirun import family_of_library
+from hvlike.transport.host.launcher_table import OPEN_MPI, serves
+from hvlike.transport.host.mpi_library import advice_on
 from hvlike.version import page
 
 if TYPE_CHECKING:
@@ -31,9 +25,6 @@ _UNFINISHED = (
     "MPI_Init waits for every process of the launcher. Try `mpirun -n 2 hostname`, then two ranks on one host, then "
     f"one on each of two hosts: the first that hangs shows where. {_NETWORK}"
 )
-_OWN_VARIABLE = {OPEN_MPI: "OMPI_COMM_WORLD_SIZE", HYDRA: "PMI_SIZE"}  # Set by the launchers of the library's family
-_RANKS = 2
-_SHOWN = 6
 
 
 @dataclass(frozen=True)
@@ -62,23 +53,6 @@ def check_settings(case: Case, finding: Finding) -> None:
         finding.note("every HVLIKE_ and HOROVOD_ variable that is set is known")
 
 
-@dataclass(frozen=True)
-class Launchers:
-    on_path: Mpirun | None  # What mpirun is when it is called by name, or mpiexec
-    belonging: Mpirun | None  # One that belongs to the loaded library, wherever it lies
-
-
-def collect_launchers(library: MpiLibrary, environment: Mapping[str, str]) -> Launchers:
-    """Look along PATH, and beside the library. Local; starts each launcher with --version. Raises: LaunchError."""
-    found = filter(None, (shutil.which(name, path=environment.get("PATH")) for name in ("mpirun", "mpiexec")))
-    path = next(found, None)
-    try:
-        belonging = find_mpirun.find_mpirun(library, environment)
-    except LaunchError:
-        belonging = None
-    return Launchers(None if path is None else find_mpirun.examine_launcher(path), belonging)
-
-
 def check_mpirun(case: Case, finding: Finding) -> None:
     library, report = case.me.library, case.job.report
     if isinstance(library, Gap):
@@ -92,14 +66,17 @@ def check_mpirun(case: Case, finding: Finding) -> None:
     started = not isinstance(report, Gap) and report.size > 1
     if mine is None and started:
         raise Skipped("no mpirun on PATH, and none is needed")
+    if mine is None and right is not None and right.is_of_allocation:
+        finding.note(f"no mpirun on PATH, but {right.path}: it starts ranks in this allocation")
+        return
     if mine is None:
         finding.warn("no mpirun on PATH", advice)
         return
-    family, wanted = mine.family, family_of_library(library.vendor)
+    family, is_right = mine.family, serves(mine.family, family_of_library(library.vendor))
     finding.note(f"{mine.path}: {family}, {' '.join(mine.version.split())}")
-    if UNKNOWN in (family, wanted):
+    if is_right is None:
         finding.note(f"whether it belongs to {library.vendor} is not known")
-    elif family != wanted:
+    elif not is_right:
         blame = finding.warn if started else finding.fail
         text = f"mpirun is {family}'s, but mpi4py loads {library.vendor}: each process would be a job of one rank"
         blame(text, f"{advice} Or choose the library that mpirun serves with MPI4PY_LIBMPI.")
@@ -113,28 +90,11 @@ def _major(version: str) -> str:
     return first.group() if first else ""
 
 
-@dataclass(frozen=True)
-class Trial:
-    command: str
-    status: int | None  # Its exit status; None: it was stopped
-    sizes: tuple[int, ...]  # How many ranks MPI counted, as each of them says
-    lines: tuple[str, ...]  # Its last lines
-
-
-def try_ranks(mpirun: Mpirun, seconds: float) -> Trial:
-    """Start two ranks, which say how many MPI counts; stopped after so many seconds. Outside of jobs only; blocks."""
-    command = mpirun.command(_RANKS, [sys.executable, "-c", find_mpirun.COUNT_RANKS])
-    status = None
-    # A file, not a pipe: a rank that outlives its launcher would keep that open and block the reader.
-    with tempfile.TemporaryFile("w+") as printed:
-        with Attempt(command, os.environ, [], stdout=printed, stderr=printed) as attempt:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                status = attempt.wait(seconds)
-        printed.seek(0)
-        text = printed.read()
-    sizes = tuple(map(int, re.findall(r"^ranks: (\d+)$", text, re.MULTILINE)))
-    lines = [line for line in text.splitlines() if line.strip(" -=*")]
-    return Trial(" ".join([*mpirun.command(_RANKS, ["python"]), "..."]), status, sizes, tuple(lines[-_SHOWN:]))
+def check_surroundings(case: Case, finding: Finding) -> None:
+    for oddity in dict.fromkeys(oddity for facts in case.ranks for oddity in facts.surroundings):
+        finding.warn(*oddity)
+    if not finding.found:
+        finding.note("nothing known hides the launcher, its folders, or the network")
 
 
 def check_two_ranks(case: Case, finding: Finding) -> None:
@@ -161,12 +121,14 @@ def check_launcher(case: Case, finding: Finding) -> None:
         raise Skipped("MPI cannot start without its library")
     loaded = f"The loaded library, {library.vendor} {library.version},"
     if launcher is not None:
-        finding.note(f"{launcher.name}: {launcher.variable}={launcher.size}, this is number {launcher.rank}")
+        finding.note(f"{launcher.name}: {launcher.asked}, this is number {launcher.rank}")
     if isinstance(report, Gap):
         advice = _UNFINISHED if report.status is None else _ENDED
         if report.reason.startswith(FAILED):
             advice = "MPI did not begin: the text says why."
-        elif launcher is not None and launcher.variable != _OWN_VARIABLE.get(family_of_library(library.vendor)):
+        elif words := advice_on("\n".join(report.output)):
+            advice = words
+        elif launcher is not None and launcher.family != family_of_library(library.vendor):
             advice = f"{loaded} may not understand this launcher. {launcher.fix}. {advice}"
         finding.fail(f"the start of MPI {report.reason}", advice, report.output)
         return
@@ -175,6 +137,12 @@ def check_launcher(case: Case, finding: Finding) -> None:
     if launcher is not None and launcher.size > report.size == 1:
         text = f"{launcher.size} jobs of one rank: each would train its own model"
         finding.fail(text, f"{loaded} does not understand this launcher. {launcher.fix}.")
+    processor = case.me.processor
+    if not isinstance(processor, Gap) and 0 < report.cores < len(processor.allowed):
+        text = f"MPI_Init has left this process {report.cores} of {plural(len(processor.allowed), 'core')}"
+        finding.warn(
+            text, "MPI binds ranks itself: switch it off (Intel MPI: I_MPI_PIN=0; Cray: see MPICH_OFI_NIC_POLICY)."
+        )
     if report.thread_level != "THREAD_MULTIPLE":
         text = f"MPI_{report.thread_level}: hvlike works with it, your own mpi4py calls beside it do not"
         advice = "Unset HVLIKE_MPI_THREADS_DISABLE and what lowers it in mpi4py.rc, or build MPI with threads."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import sys
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ import torch
 import hvlike
 from hvlike.doctor.finding import Finding, by_value
 from hvlike.doctor.probe import Gap, Skipped, known
-from hvlike.transport.host.mpi_library import INSTALL_HINT
+from hvlike.transport.host.mpi_library import IMPORT_ORDER, install_hint
 
 if TYPE_CHECKING:
     from hvlike.doctor.job import Case, RankFacts
@@ -62,9 +63,12 @@ def check_software(case: Case, finding: Finding) -> None:
 def check_mpi_library(case: Case, finding: Finding) -> None:
     library = case.me.library
     if isinstance(library, Gap):
-        finding.fail(f"the search for it {library.reason.removesuffix(' ' + INSTALL_HINT)}", INSTALL_HINT)
+        hint = install_hint(os.environ)
+        finding.fail(f"the search for it {library.reason.removesuffix(' ' + hint)}", hint)
         return
     finding.note(f"{library.vendor} {library.version}, {library.path or 'path unknown'}")
+    if "cray" in f"{library.vendor} {library.text}".lower():
+        finding.note(IMPORT_ORDER)
     wheels = known(case.me.software).mpi_wheels
     if len(wheels) > 1:
         advice = "Uninstall all but one: you cannot choose which is loaded, and mpirun may be of another."

@@ -5,9 +5,10 @@ from typing import Any
 
 from hvlike.doctor.gpus import Gpus, NcclState
 from hvlike.doctor.job import Case, Gathered, JobProgress, RankFacts, RankReport, Timing, Timings
-from hvlike.doctor.launching import Launchers, Settings, Trial
+from hvlike.doctor.launching import Settings
 from hvlike.doctor.machine import Processor, SharedMemory, TemporaryFiles
 from hvlike.doctor.software import Software
+from hvlike.launch.trial import Launchers, Trial
 from hvlike.transport.host import launchers
 from hvlike.transport.host.find_mpirun import OPEN_MPI, MpiLibrary, Mpirun
 

@@ -23,15 +23,23 @@ from support.doctor.healthy import (
 
 from hvlike.doctor import command
 from hvlike.doctor.finding import Verdict
-from hvlike.doctor.job import Case, Gathered, JobProgress, Timings
-from hvlike.doctor.launching import Launchers, Settings, Trial
+from hvlike.doctor.job import Case, Gathered, JobProgress, RankReport, Timings
+from hvlike.doctor.launching import Settings
 from hvlike.doctor.machine import Processor, SharedMemory, TemporaryFiles
 from hvlike.doctor.probe import Gap
+from hvlike.launch.trial import Launchers, Trial
 from hvlike.transport.host.find_mpirun import HYDRA, UNKNOWN, Mpirun
+from hvlike.transport.host.launcher_table import PALS
 from hvlike.transport.host.launchers import detect_launcher
+from hvlike.transport.host.surroundings import Oddity
 
 LATE = Gap("was given up after 20 s without an answer", ("the last line",))
 OTHER = Mpirun("/other/mpirun", HYDRA, "Version:    5.0.2", ())
+GTL = replace(
+    LATE, status=255, output=("MPIDI_CRAY_init: GPU_SUPPORT_ENABLED is requested, but GTL library is not linked",)
+)
+CRAY = replace(LIBRARY, vendor="MPICH", text="MPI VERSION    : CRAY MPICH version 8.1.31.9 (ANL base 3.4a2)")
+SRUN_HERE = Mpirun("/usr/bin/srun", "srun", "slurm 24.11", ())
 SRUN = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "0"}
 GPU_SOFTWARE = replace(SOFTWARE, torch_gpus="CUDA 12.4")
 TWO_HOSTS = ((0,), (1,))
@@ -139,6 +147,10 @@ WRONG: list[tuple[str, Case, Verdict, str]] = [
     ("launcher", unfinished(**SRUN), Verdict.FAIL, "then two ranks on one host"),
     ("launcher", unfinished(PMI_SIZE="2"), Verdict.FAIL, "may not understand this launcher"),
     ("launcher", came(report=report(level="THREAD_SERIALIZED")), Verdict.WARN, "HVLIKE_MPI_THREADS_DISABLE"),
+    ("launcher", came(report=GTL), Verdict.FAIL, "export MPICH_GPU_SUPPORT_ENABLED=0"),
+    ("launcher", came(report=RankReport(2, "THREAD_MULTIPLE", cores=1)), Verdict.WARN, "MPI binds ranks itself"),
+    ("launcher", singletons(PALS_RANKID="1"), Verdict.FAIL, "mpiexec --pmi=pmix"),
+    ("surroundings", case(rank(), rank(surroundings=(Oddity("X=1", "Set it to 0."),))), Verdict.WARN, "Set it to 0."),
     ("hosts", case(rank(), rank(), nodes=TWO_HOSTS), Verdict.WARN, "--ipc"),
     ("hosts", came(gathered=LATE), Verdict.FAIL, "--limit"),
     ("same software", differing(torch="2.6.0"), Verdict.FAIL, "the same torch"),
@@ -211,6 +223,9 @@ NOTHING_TO_JUDGE: list[tuple[str, Case]] = [
 RIGHT_TOO: list[tuple[str, Case]] = [
     ("mpirun", outside(RIGHT)),
     ("mpirun", outside(replace(OTHER, family=UNKNOWN))),
+    ("mpirun", outside(None, SRUN_HERE)),
+    ("MPI library", both(library=CRAY)),
+    ("mpirun", outside(replace(OTHER, family=PALS))),
     ("two ranks", alone()),
     ("launcher", alone()),
     ("GPU", gpus()),
@@ -254,6 +269,10 @@ def test_a_healthy_job_has_no_complaint() -> None:
     findings = command.run_checks(case())
     assert {each.verdict for each in findings.values()} == {Verdict.OK, Verdict.SKIP}
     assert not command.has_failed(findings)
+
+
+def test_the_order_of_imports_is_told_where_cray_mpich_is_loaded() -> None:
+    assert "python -m hvlike run train.py" in ask("MPI library", both(library=CRAY))[1]
 
 
 def test_every_check_has_a_wrong_case() -> None:

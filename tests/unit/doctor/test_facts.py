@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from hvlike.doctor import gpus, launching, machine, software
+from hvlike.launch import trial
 from hvlike.transport.host.find_mpirun import HYDRA, UNKNOWN, Mpirun
 
 
@@ -77,14 +78,14 @@ def test_a_launcher_that_starts_two_jobs_is_seen_through(tmp_path: Path) -> None
     twice = tmp_path / "mpirun"
     twice.write_text("#!/bin/sh\necho ranks: 1\necho ranks: 1\necho some noise\n")
     twice.chmod(0o755)
-    trial = launching.try_ranks(Mpirun(str(twice), HYDRA, "1", ()), 60)
-    assert (trial.status, trial.sizes) == (0, (1, 1))
-    assert trial.lines == ("ranks: 1", "ranks: 1", "some noise")
+    tried = trial.try_ranks(Mpirun(str(twice), HYDRA, "1", ()), 60)
+    assert (tried.status, tried.sizes) == (0, (1, 1))
+    assert tried.lines == ("ranks: 1", "ranks: 1", "some noise")
 
 
 def test_a_launcher_that_hangs_is_stopped(tmp_path: Path) -> None:
     slow = tmp_path / "mpirun"
     slow.write_text("#!/bin/sh\nexec sleep 3600\n")
     slow.chmod(0o755)
-    trial = launching.try_ranks(Mpirun(str(slow), UNKNOWN, "1", ()), 0.1)
-    assert (trial.status, trial.sizes) == (None, ())
+    tried = trial.try_ranks(Mpirun(str(slow), UNKNOWN, "1", ()), 0.1)
+    assert (tried.status, tried.sizes) == (None, ())

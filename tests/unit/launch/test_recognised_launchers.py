@@ -1,0 +1,109 @@
+"""A rank knows its launcher by what Slurm, PALS, jsrun and Flux set as their documentation and sources say."""
+
+import pytest
+
+from hvlike.errors import LaunchError
+from hvlike.transport.host import launchers
+from hvlike.transport.host.launcher_table import OWN_VARIABLES
+from hvlike.transport.host.launchers import check_launcher, detect_launcher, hidden_launcher, local_rank, rank_told
+from hvlike.transport.host.parents import ParentProcess, rank_of
+
+STEP = {"SLURM_JOB_ID": "17", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "2"}
+STEP |= {"SLURM_LOCALID": "0", "SLURM_NTASKS": "4"}
+PMIX = {"PMIX_RANK": "2", "PMIX_NAMESPACE": "slurm.pmix.17.0"}
+CRAY = {"PMI_RANK": "2", "PMI_SIZE": "4", "PMI_LOCAL_RANK": "0", "PMI_LOCAL_SIZE": "2", "PMI_JOBID": "17"}
+CRAY |= {"PALS_RANKID": "2", "PALS_LOCAL_RANKID": "0", "PALS_NODEID": "1", "PALS_APID": "17.0"}
+OF_PALS = {"PALS_RANKID": "2", "PALS_LOCAL_RANKID": "0", "PALS_LOCAL_SIZE": "2", "PALS_NODEID": "1"}
+PMI = {"PMI_RANK": "2", "PMI_SIZE": "4"}
+FLUX = {"FLUX_JOB_SIZE": "4", "FLUX_TASK_RANK": "2", "FLUX_TASK_LOCAL_ID": "0", "FLUX_JOB_ID": "f1"}
+JSM = {"JSM_NAMESPACE_SIZE": "4", "JSM_NAMESPACE_RANK": "2", "JSM_NAMESPACE_LOCAL_RANK": "0"}
+HYDRA = PMI | {"MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "2"}
+MPIRUN = {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "0"} | PMIX
+
+RANK_2_OF_4 = [
+    (STEP, "Slurm's srun"),
+    (STEP | PMIX, "Slurm's srun"),
+    (STEP | PMI, "Slurm's srun"),
+    (STEP | CRAY, "Slurm's srun"),
+    (OF_PALS | PMI, "PALS' mpiexec"),
+    (JSM | PMIX, "LSF's jsrun"),
+    (FLUX | PMI, "Flux"),
+    (FLUX | PMIX, "Flux"),
+    (FLUX | CRAY, "Flux"),
+    (HYDRA, "MPICH's mpiexec (Hydra, Intel MPI)"),
+    (MPIRUN, "Open MPI's mpirun"),
+    (STEP | {"SLURM_PROCID": "0", "SLURM_LOCALID": "0"} | HYDRA, "MPICH's mpiexec (Hydra, Intel MPI)"),
+    (OF_PALS | HYDRA, "MPICH's mpiexec (Hydra, Intel MPI)"),
+    (STEP | {"SLURM_PROCID": "0"} | MPIRUN, "Open MPI's mpirun"),
+]
+
+
+@pytest.mark.parametrize(("environment", "name"), RANK_2_OF_4)
+def test_each_launcher_tells_size_rank_and_local_rank(environment: dict[str, str], name: str) -> None:
+    launcher = detect_launcher(environment)
+    assert launcher is not None
+    assert (launcher.name, launcher.size, launcher.rank, launcher.at_least) == (name, 4, 2, False)
+    assert rank_told(environment) == 2
+    assert local_rank(environment) == "0"
+
+
+@pytest.mark.parametrize(
+    ("environment", "size"),
+    [
+        (OF_PALS | PMIX, 3),
+        (OF_PALS | PMIX | {"PALS_RANKID": "0", "PMIX_RANK": "0"}, 2),
+        (PMIX, 3),
+    ],
+)
+def test_a_launcher_that_tells_no_number_of_ranks_has_started_at_least_so_many(
+    environment: dict[str, str], size: int
+) -> None:
+    launcher = detect_launcher(environment)
+    assert launcher is not None
+    assert (launcher.size, launcher.at_least) == (size, True)
+    with pytest.raises(LaunchError, match=rf"started at least {size} processes \(P\w+={launcher.rank}\)"):
+        check_launcher(environment, 1, "MPICH Version: 4.3")
+    check_launcher(environment, 4, "MPICH Version: 4.3")
+
+
+def test_the_advice_for_srun_and_pals_has_all_their_interfaces() -> None:
+    for environment, words in ((STEP, ("pmix", "pspmix", "cray_shasta", "pmi2")), (OF_PALS, ("--pmi=pmix",))):
+        with pytest.raises(LaunchError) as caught:
+            check_launcher(environment, 1, "Open MPI")
+        assert all(word in str(caught.value) for word in (*words, "PMIX_SERVER_TMPDIR"))
+
+
+def test_two_ranks_of_one_machine_differ_and_children_of_one_do_not() -> None:
+    for environment, _ in RANK_2_OF_4:
+        assert rank_of(environment) == rank_of(environment | {"LOCAL_RANK": "0"}) != ()
+        other = environment | {name: "3" for name in environment if name.endswith(("RANK", "RANKID", "PROCID"))}
+        assert rank_of(environment) != rank_of(other)
+
+
+def test_a_job_inside_a_rank_does_not_inherit_its_place() -> None:
+    kept = {name for environment, _ in RANK_2_OF_4 for name in environment if not name.startswith(OWN_VARIABLES)}
+    # Of an allocation srun itself needs the variables, and sets those of the step anew.
+    assert {name for name in kept if not name.startswith("SLURM_")} == set()
+
+
+@pytest.mark.parametrize("wrapper", ["bash", "singularity", "shifter", "numactl", "podman"])
+def test_a_wrapper_that_drops_the_variables_is_named(monkeypatch: pytest.MonkeyPatch, wrapper: str) -> None:
+    environments = {12: {}, 11: STEP, 10: {}}
+    monkeypatch.setattr(launchers, "environment_of", lambda process: environments[process])
+    monkeypatch.setattr(launchers, "read_process", lambda process: ParentProcess(wrapper, process - 1))
+    found = hidden_launcher({}, lambda: iter((12, 11, 10)))
+    assert found is not None
+    assert (found.launcher.name, found.wrapper) == ("Slurm's srun", wrapper)
+    assert hidden_launcher(STEP, lambda: iter((12, 11, 10))) is None
+    assert hidden_launcher({}, lambda: iter((12, 10))) is None
+    environments[11] = STEP | {"SLURM_STEP_NUM_TASKS": "1"}
+    assert hidden_launcher({}, lambda: iter((12, 11, 10))) is None
+
+
+def test_a_rank_whose_launcher_is_hidden_is_warned(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launchers, "processes_above", lambda: iter((11,)))
+    monkeypatch.setattr(launchers, "environment_of", lambda process: STEP)
+    text = launchers.lone_child_warning({}, 1)
+    assert "Slurm's srun started 4 processes (SLURM_STEP_NUM_TASKS=4)" in text
+    assert "--cleanenv" in text
+    assert launchers.lone_child_warning({}, 4) == ""
