@@ -8,8 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from hvlike.errors import LaunchError
-from hvlike.transport.host.find_mpirun import MpiLibrary, find_mpirun, offered_interfaces
+from hvlike.errors import LaunchError, UsageError
+from hvlike.launch import command as launch
+from hvlike.launch import run as run_module
+from hvlike.transport.host import find_mpirun as find_module
+from hvlike.transport.host.find_mpirun import MpiLibrary, Mpirun, find_mpirun, offered_interfaces
 
 LISTS = {
     "22.05": "MPI plugin types are...\n\tpmix\n\tnone\n\tcray_shasta\n\tpmi2\nspecific pmix plugin versions available: "
@@ -117,3 +120,28 @@ def test_jsrun_and_flux_start_ranks_in_their_allocations(tmp_path: Path) -> None
 )
 def test_what_srun_offers_is_read_from_its_list(site: str, names: str) -> None:
     assert offered_interfaces(LISTS[site]) == names.split()
+
+
+def test_launch_finds_the_launcher_for_a_number_of_ranks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    program(tmp_path / "srun", "slurm 22.05.8", LISTS["22.05"])
+    with (tmp_path / "srun").open("a") as file:
+        file.write(f'echo "$*" >>{tmp_path}/notes\n')
+    monkeypatch.setattr(launch, "ask_mpi_library", lambda environment: OPEN_MPI)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin")
+    monkeypatch.setenv("SLURM_JOB_ID", "17")
+    monkeypatch.delenv("SLURM_MPI_TYPE", raising=False)
+    assert launch.main(["-n", "3", "--restarts", "0", "--", "python", "train.py"]) == launch.EXIT_GAVE_UP
+    assert (tmp_path / "notes").read_text().splitlines()[-1].endswith("--mpi=pmix -n 3 python train.py")
+    monkeypatch.delenv("SLURM_JOB_ID")
+    assert launch.main(["-n", "3", "--", "python", "train.py"]) == launch.EXIT_CANNOT_START
+    with pytest.raises(SystemExit):
+        launch.main(["-n", "0", "--", "python", "train.py"])
+
+
+def test_hosts_are_refused_where_the_allocation_has_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    srun = Mpirun("/usr/bin/srun", "srun", "slurm 22.05.8", ())
+    monkeypatch.setattr(find_module, "ask_mpi_library", lambda environment: OPEN_MPI)
+    monkeypatch.setattr(find_module, "find_mpirun", lambda *_: srun)
+    monkeypatch.setattr(run_module, "detect_launcher", lambda environment: None)
+    with pytest.raises(UsageError, match=r"srun\) runs ranks on the hosts of its allocation.*--nodelist=a,b"):
+        run_module.run(len, ("four",), hosts="a:1,b:1")
