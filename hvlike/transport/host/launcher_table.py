@@ -48,6 +48,7 @@ class LauncherKind:
     identity: tuple[str, ...] = ()  # More variables that tell one rank from all others on its machine
     own: tuple[str, ...] = ()  # Beginnings of variables that a job which is started from a rank must not inherit
     processes: tuple[str, ...] = ()  # The names of its processes, as /proc has them: 15 characters
+    parents: tuple[str, ...] = ()  # Those whose children are ranks
     starting: Starting | None = None
 
 
@@ -90,6 +91,7 @@ LAUNCHERS = (
         identity=("PMIX_RANK", "PMIX_NAMESPACE"),
         own=("OMPI_COMM_WORLD_", "PRTE_MCA_", "PRTE_LAUNCHED", *_PMI),
         processes=("mpirun", "mpiexec", "orterun", "prterun", "prte", "orted", "prted"),
+        parents=("orterun", "prterun", "orted", "prted"),
         starting=Starting(
             commands=("mpirun", "mpiexec", "orterun", "prterun", "mpirun.openmpi"),
             serves=(OPEN_MPI,),
@@ -120,6 +122,7 @@ LAUNCHERS = (
         identity=("PMI_JOBID",),
         own=("HYDI_", "HYDRA_", "MPI_LOCAL", *_PMI),
         processes=("mpirun", "mpiexec", "mpiexec.hydra", "hydra_pmi_proxy", "hydra_bstrap_pr"),
+        parents=("hydra_pmi_proxy",),
         starting=Starting(
             commands=("mpirun", "mpiexec", "mpiexec.mpich", "mpiexec.hydra"),
             serves=(HYDRA,),
@@ -135,6 +138,7 @@ LAUNCHERS = (
         local_rank="JSM_NAMESPACE_LOCAL_RANK",
         fix="Load the MPI library that jsrun serves (IBM Spectrum MPI), or use mpirun",
         own=("JSM_", *_PMI),
+        parents=("jsmd",),
         starting=Starting(
             commands=("jsrun",),
             serves=(OPEN_MPI,),
@@ -153,6 +157,7 @@ LAUNCHERS = (
         "Cray MPICH, no such option for other MPICH, or use mpirun",
         identity=("FLUX_JOB_ID",),
         own=("FLUX_TASK_", "FLUX_JOB_", *_PMI),
+        parents=("flux-shell",),
         starting=Starting(
             commands=("flux",),
             serves=(OPEN_MPI, HYDRA),
@@ -173,6 +178,7 @@ LAUNCHERS = (
         f"(`srun --mpi=list` shows what the site offers), or use mpirun inside the allocation. {_SOCKETS}",
         identity=("SLURM_STEP_ID", "SLURM_JOB_ID"),
         own=_PMI,
+        parents=("slurmstepd",),
         starting=Starting(
             commands=("srun",),
             serves=(OPEN_MPI, HYDRA),
@@ -193,6 +199,7 @@ LAUNCHERS = (
         f"was built for PMIx; no such option for Cray MPICH and other MPICH. {_SOCKETS}. Or use the library's mpirun",
         identity=("PALS_APID",),
         own=("PALS_", *_PMI),
+        parents=("palsd",),
         starting=Starting(
             commands=("mpiexec",),
             serves=(OPEN_MPI, HYDRA),

@@ -99,21 +99,30 @@ def check_launcher(environment: Mapping[str, str], mpi_size: int, library: str) 
 class Hidden(NamedTuple):
     """A launcher whose variables do not reach this process."""
 
-    launcher: Launcher
-    wrapper: str  # The name of the process below which they are missing
+    name: str
+    asked: str  # What it has started, in words
+    wrapper: str  # The name of the process at which they end
 
 
 def hidden_launcher(environment: Mapping[str, str], above: Callable[[], Iterator[int]] | None = None) -> Hidden | None:
-    """The launcher of several processes that a process above this one shows and this one does not: what stands between
-    them (a container, `env -i`, sudo) has dropped its variables. above: the processes above this one, the next first.
+    """The launcher that has started this process, by those above it, and whose variables this one does not have: what
+    stands between (a container, `env -i`, sudo) has dropped them. above: the processes above this one, the next first.
     """
     if detect_launcher(environment) is not None:
         return None
+    below = environment
     for process in (above or processes_above)():
-        launcher = detect_launcher(environment_of(process))
+        known = read_process(process)
+        name = "" if known is None else known.name
+        shown = environment_of(process)
+        launcher = detect_launcher(shown)
         if launcher is not None:
-            known = read_process(process)
-            return None if launcher.size <= 1 else Hidden(launcher, known.name if known is not None else "?")
+            return Hidden(launcher.name, launcher.asked, name) if launcher.size > 1 else None
+        # A wrapper that makes way for the rank leaves no process with the variables, only the launcher's own.
+        kind = next((each for each in LAUNCHERS if name in each.parents), None)
+        if kind is not None and not {kind.rank, kind.size, *kind.identity} & set(below):
+            return Hidden(kind.name, "this process", name)
+        below = shown
     return None
 
 
@@ -142,7 +151,7 @@ def lone_child_warning(environment: Mapping[str, str], size: int) -> str:
     if hidden is None:
         return ""
     return (
-        f"{hidden.launcher.name} started {hidden.launcher.asked}, but its variables end at the process "
-        f"{hidden.wrapper!r} above this one: this is a job of one rank, and each such process trains a model of its "
-        "own. Let the variables pass (a container without --cleanenv, no `env -i`, `sudo -E`)."
+        f"{hidden.name} started {hidden.asked}, but its variables end at the process {hidden.wrapper!r} above this "
+        "one: this is a job of one rank, and each such process trains a model of its own. Let the variables pass (a "
+        "container without --cleanenv, no `env -i`, `sudo -E`)."
     )

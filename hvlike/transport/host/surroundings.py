@@ -39,7 +39,7 @@ def hidden(launcher: Hidden | None) -> list[Oddity]:
     """Where a container between launcher and rank has dropped the launcher's variables."""
     if launcher is None:
         return []
-    text = f"the variables of {launcher.launcher.name} end at the process {launcher.wrapper!r} above this one"
+    text = f"the variables of {launcher.name} end at the process {launcher.wrapper!r} above this one"
     advice = "Each rank would be a job of its own: let the variables pass (no --cleanenv, no `env -i`, `sudo -E`)."
     return [Oddity(text, advice)]
 

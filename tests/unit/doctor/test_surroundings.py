@@ -6,7 +6,7 @@ import pytest
 
 from hvlike.launch.trial import Launchers
 from hvlike.transport.host.find_mpirun import Mpirun
-from hvlike.transport.host.launchers import Hidden, Launcher
+from hvlike.transport.host.launchers import Hidden
 from hvlike.transport.host.surroundings import gpu_support, hidden, look_around, missing_folders, nccl_network
 
 
@@ -33,7 +33,7 @@ def test_nccl_on_slingshot_needs_a_network_and_a_plugin(tmp_path: Path) -> None:
 
 
 def test_a_launcher_behind_a_container_that_cleans_the_environment() -> None:
-    (odd,) = hidden(Hidden(Launcher("Slurm's srun", 4, "SLURM_STEP_NUM_TASKS"), "starter-suid"))
+    (odd,) = hidden(Hidden("Slurm's srun", "4 processes", "starter-suid"))
     assert "Slurm's srun end at the process 'starter-suid'" in odd.text
     assert "--cleanenv" in odd.advice
     assert hidden(None) == []

@@ -93,10 +93,25 @@ def test_a_wrapper_that_drops_the_variables_is_named(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(launchers, "read_process", lambda process: ParentProcess(wrapper, process - 1))
     found = hidden_launcher({}, lambda: iter((12, 11, 10)))
     assert found is not None
-    assert (found.launcher.name, found.wrapper) == ("Slurm's srun", wrapper)
+    assert (found.name, found.wrapper) == ("Slurm's srun", wrapper)
     assert hidden_launcher(STEP, lambda: iter((12, 11, 10))) is None
     assert hidden_launcher({}, lambda: iter((12, 10))) is None
     environments[11] = STEP | {"SLURM_STEP_NUM_TASKS": "1"}
+    assert hidden_launcher({}, lambda: iter((12, 11, 10))) is None
+
+
+def test_a_wrapper_that_makes_way_leaves_the_launcher_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    script = {"SLURM_JOB_ID": "17", "SLURM_PROCID": "0", "SLURM_NTASKS": "4"}
+    names = {12: "bash", 11: "slurmstepd", 10: "slurmd"}
+    environments: dict[int, dict[str, str]] = {12: {"HOME": "/root"}, 11: {}, 10: {}}
+    monkeypatch.setattr(launchers, "environment_of", lambda process: environments[process])
+    monkeypatch.setattr(launchers, "read_process", lambda process: ParentProcess(names[process], process - 1))
+    # `srun env -i python`, then with a shell in between.
+    assert hidden_launcher({"HOME": "/root"}, lambda: iter((11, 10))) == ("Slurm's srun", "this process", "slurmstepd")
+    assert hidden_launcher({"HOME": "/root"}, lambda: iter((12, 11, 10))) is not None
+    # What a batch script starts without srun is alone by right.
+    environments[12] = script
+    assert hidden_launcher(script, lambda: iter((11, 10))) is None
     assert hidden_launcher({}, lambda: iter((12, 11, 10))) is None
 
 
