@@ -1,6 +1,8 @@
 """Models of several kinds, inputs for ranks that have different numbers of them, and one process that sees them all."""
 
 from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -129,6 +131,18 @@ def reference(
             torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
         optimizer.step()
     return model
+
+
+def same_optimizers(hvd: ModuleType, optimizer: Any) -> bool:
+    """Whether options and state are equal on all ranks, bitwise."""
+    options = [[(key, group[key]) for key in group if key != "params"] for group in optimizer.param_groups]
+    states = [
+        (key, index, value.tolist() if isinstance(value, Tensor) else value)
+        for index, entry in sorted(optimizer.state_dict()["state"].items())
+        for key, value in sorted(entry.items())
+    ]
+    everybody = hvd.allgather_object((options, states))
+    return all(each == everybody[0] for each in everybody)
 
 
 OPTIONS: list[tuple[int, float | None]] = [(1, None), (2, 0.05)]
