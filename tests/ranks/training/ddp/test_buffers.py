@@ -100,16 +100,6 @@ def test_ignored_ones(hvd: ModuleType) -> None:
     assert module.large[0, 0] == 2 + hvd.rank() + 1
 
 
-def test_batch_norm_ends_alike(hvd: ModuleType) -> None:
-    torch.manual_seed(hvd.rank())
-    module = nn.Sequential(nn.Conv1d(2, 4, 1), nn.BatchNorm1d(4))
-    ddp = DistributedDataParallel(module)
-    for _ in range(3):
-        ddp(torch.randn(5, 2, 3)).square().mean().backward()
-    ddp.eval()(torch.randn(5, 2, 3))
-    assert same_on_all_ranks([module[1].running_mean, module[1].running_var])
-
-
 @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("in_join", [False, True])
 def test_an_evaluation_on_one_rank(hvd: ModuleType, context: type, in_join: bool) -> None:

@@ -1,6 +1,5 @@
 """When backward() returns, gradients are the averages over the ranks: those of one process with the whole batch."""
 
-import copy
 from collections.abc import Callable
 from types import ModuleType
 
@@ -22,20 +21,6 @@ def layers() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 3))
 
 
-@pytest.mark.parametrize("make", [layers, Shared])
-def test_of_a_step(hvd: ModuleType, make: Callable[[], nn.Module]) -> None:
-    module = make()
-    alone = copy.deepcopy(module)
-    ddp = DistributedDataParallel(module)
-    for step in range(3):
-        ddp.zero_grad()
-        alone.zero_grad()
-        loss_of(ddp(share(hvd, inputs(step)))).backward()
-        loss_of(alone(inputs(step))).backward()
-        assert_same(gradients(module), gradients(alone))
-        assert same_on_all_ranks(parameter.grad for parameter in module.parameters() if parameter.grad is not None)
-
-
 def test_ranks_start_from_the_first_one(hvd: ModuleType) -> None:
     torch.manual_seed(hvd.rank())
     module = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
@@ -44,24 +29,6 @@ def test_ranks_start_from_the_first_one(hvd: ModuleType) -> None:
     torch.manual_seed(0)
     assert torch.equal(module[0].weight, nn.Linear(4, 4).weight)
     assert module[1].running_mean[0] == 1
-
-
-def test_accumulation(hvd: ModuleType) -> None:
-    module, alone = Shared(), Shared()
-    ddp = DistributedDataParallel(module)
-    for step in range(2):
-        ddp.zero_grad()
-        alone.zero_grad()
-        with ddp.no_sync():
-            for part in range(2):
-                loss_of(ddp(share(hvd, inputs(10 * step + part)))).backward()
-        own = [grad.clone() for grad in gradients(module) if grad is not None]
-        if hvd.size() > 1:
-            assert not same_on_all_ranks(own)
-        loss_of(ddp(share(hvd, inputs(10 * step + 2)))).backward()
-        for part in range(3):
-            loss_of(alone(inputs(10 * step + part))).backward()
-        assert_same(gradients(module), gradients(alone))
 
 
 class Inside(nn.Module):

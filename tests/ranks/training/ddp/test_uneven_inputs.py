@@ -3,7 +3,6 @@
 import contextlib
 import copy
 import gc
-import itertools
 import weakref
 from collections.abc import Callable
 from types import ModuleType
@@ -38,27 +37,6 @@ def test_what_gradients_are_divided_by(hvd: ModuleType, divide_by_initial: bool)
     torch.testing.assert_close(module.weight.grad, torch.full((5, 5), (size - 1) / 2))
 
 
-def test_the_model_is_that_of_all_steps_in_one_process(hvd: ModuleType) -> None:
-    rank, size = hvd.rank(), hvd.size()
-    torch.manual_seed(0)
-    module, alone = nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False)
-    alone.load_state_dict(module.state_dict())
-    ddp = DistributedDataParallel(module)
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.03 * size)
-    with ddp.join():
-        for _ in range(2 * (rank + 1)):
-            optimizer.zero_grad()
-            ddp(torch.ones(1, 1) * 2).sum().backward()
-            optimizer.step()
-    optimizer = torch.optim.SGD(alone.parameters(), lr=0.03)
-    for _ in range(sum(2 * (each + 1) for each in range(size))):
-        optimizer.zero_grad()
-        alone(torch.ones(1, 1) * 2).sum().backward()
-        optimizer.step()
-    torch.testing.assert_close(module.weight, alone.weight, rtol=1e-5, atol=1e-5)
-    assert same_on_all_ranks(module.parameters())
-
-
 class BatchNormNet(nn.Module):
     """Layers with running statistics."""
 
@@ -70,35 +48,12 @@ class BatchNormNet(nn.Module):
         return self.layers(x)
 
 
-class ConvStack(nn.Module):
-    """Convolutions."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(nn.Conv1d(1, 10, 3), nn.ReLU(), nn.Conv1d(10, 1, 2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layers(x[:, None])
-
-
-class Large(nn.Module):
-    """One large layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(1000, 1000)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x.repeat(1, 250))
-
-
 class Unused(nn.Module):
-    """A layer that some ranks use and others do not."""
+    """A large layer, so that there are several buckets, and one that some ranks use and others do not."""
 
     def __init__(self, uses: bool) -> None:
         super().__init__()
-        self.first = nn.Linear(4, 10)
-        self.second = nn.Linear(10, 10)
+        self.first, self.second = nn.Linear(4, 400), nn.Linear(400, 400)
         self.uses = uses
 
     def forward(self, x: Tensor) -> Tensor:
@@ -106,56 +61,46 @@ class Unused(nn.Module):
         return self.second(x) if self.uses else x
 
 
+KINDS = ["unused by those with more", "unused by those with fewer", "allreduce", "hook"]
+
+
 def wrap(hvd: ModuleType, kind: str, early: int) -> DistributedDataParallel:
     """A module of this kind; `early` ranks have few inputs."""
     torch.manual_seed(0)
-    options = {"bucket_cap_mb": 1.0}
     if kind.startswith("unused"):
-        late = hvd.rank() >= early
-        module = Unused(uses=late if kind == "unused early" else not late)
-        return DistributedDataParallel(module, find_unused_parameters=True, **options)
-    if kind in ("allreduce", "hook"):
-        ddp = DistributedDataParallel(nn.Linear(4, 40), **options)
-        own = allreduce_hook if kind == "allreduce" else lambda state, bucket: allreduce_hook(state, bucket)
-        ddp.register_comm_hook(None, own)
-        return ddp
-    return DistributedDataParallel({"batch norm": BatchNormNet, "conv": ConvStack, "large": Large}[kind](), **options)
-
-
-KINDS = ["batch norm", "conv", "large", "unused late", "unused early", "allreduce", "hook"]
-
-
-def input_counts(size: int, few: int, more: int, early: int) -> list[int]:
-    """How many inputs each rank has: the first ones few, a second one of those a little more, the others many more."""
-    return [few + (rank % 2) * (more // 2) if rank < early else few + more for rank in range(size)]
+        module = Unused(uses=(hvd.rank() < early) == kind.endswith("more"))
+        return DistributedDataParallel(module, find_unused_parameters=True, bucket_cap_mb=0.5)
+    ddp = DistributedDataParallel(nn.Linear(4, 40))
+    ddp.register_comm_hook(
+        None, allreduce_hook if kind == "allreduce" else lambda state, bucket: allreduce_hook(state, bucket)
+    )
+    return ddp
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_all_end_alike(hvd: ModuleType, kind: str) -> None:
-    rank, size = hvd.rank(), hvd.size()
-    cases = itertools.product((0, 3), (2, 3), (1, 2), (1, 2))
-    # A part of the cases for each kind, all of them for one.
-    for few, more, early, interval in [*cases][KINDS.index(kind) % 3 :: 1 if kind == "conv" else 5]:
-        counts = input_counts(size, few, more, min(early, size - 1))
-        ddp = wrap(hvd, kind, min(early, size - 1))
-        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01, momentum=0.9)
-        steps = 0
-        with ddp.join():
-            for step in range(counts[rank]):
-                local = step % interval != interval - 1
-                with ddp.no_sync() if local else contextlib.nullcontext():
-                    ddp(torch.randn(4, 4, generator=torch.Generator().manual_seed(step))).square().mean().backward()
-                if not local:
-                    optimizer.step()
-                    optimizer.zero_grad()
-                steps += 1
-        assert steps == counts[rank]
-        tensors = [*ddp.parameters(), *ddp.buffers()]
-        assert same_on_all_ranks(tensors), (few, more, early, interval)
-        # It goes on after the context.
-        ddp.zero_grad()
-        ddp(torch.ones(4, 4)).sum().backward()
-        assert same_on_all_ranks(each.grad for each in ddp.parameters() if each.grad is not None)
+@pytest.mark.parametrize(("few", "more", "early", "interval"), [(0, 2, 1, 1), (3, 2, 2, 2), (3, 3, 1, 2), (0, 3, 2, 1)])
+def test_all_end_alike(hvd: ModuleType, kind: str, few: int, more: int, early: int, interval: int) -> None:
+    """The first ranks have few inputs, a second one of those a little more; every so many passes make a step."""
+    rank, early = hvd.rank(), min(early, hvd.size() - 1)
+    count = few + (rank % 2) * (more // 2) if rank < early else few + more
+    ddp = wrap(hvd, kind, early)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01, momentum=0.9)
+    steps = 0
+    with ddp.join():
+        for step in range(count):
+            local = step % interval != interval - 1
+            with ddp.no_sync() if local else contextlib.nullcontext():
+                ddp(torch.randn(4, 4, generator=torch.Generator().manual_seed(step))).square().mean().backward()
+            if not local:
+                optimizer.step()
+                optimizer.zero_grad()
+            steps += 1
+    assert steps == count
+    assert same_on_all_ranks(ddp.parameters())
+    # It goes on after the context.
+    ddp.zero_grad()
+    ddp(torch.ones(4, 4)).sum().backward()
+    assert same_on_all_ranks(each.grad for each in ddp.parameters() if each.grad is not None)
 
 
 def train(ddp: DistributedDataParallel, inputs: int, steps: list[int], **options: bool) -> None:
@@ -168,19 +113,17 @@ def train(ddp: DistributedDataParallel, inputs: int, steps: list[int], **options
 
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("kind", KINDS)
-def test_all_throw_together(hvd: ModuleType, kind: str) -> None:
-    rank, size = hvd.rank(), hvd.size()
-    for few, more in ((0, 2), (3, 2)):
-        early = 1
-        ddp = wrap(hvd, kind, early)
-        text = f"^Rank {rank} exhausted all inputs.$"
-        if rank >= early:
-            text = "^Detected at least one rank that exhausted inputs. Throwing across all ranks.$"
-        count = input_counts(size, few, more, early)[rank]
-        with pytest.raises(RuntimeError, match=text):
-            train(ddp, count, steps := [], throw_on_early_termination=True)
-        assert len(steps) == few
-        ddp(torch.ones(4, 4)).sum().backward()
+@pytest.mark.parametrize("few", [0, 3])
+def test_all_throw_together(hvd: ModuleType, kind: str, few: int) -> None:
+    rank = hvd.rank()
+    ddp = wrap(hvd, kind, 1)
+    text = f"^Rank {rank} exhausted all inputs.$"
+    if rank:
+        text = "^Detected at least one rank that exhausted inputs. Throwing across all ranks.$"
+    with pytest.raises(RuntimeError, match=text):
+        train(ddp, few + 2 * bool(rank), steps := [], throw_on_early_termination=True)
+    assert len(steps) == few
+    ddp(torch.ones(4, 4)).sum().backward()
 
 
 class Talking(nn.Module):
@@ -207,17 +150,6 @@ def test_modules_that_talk_stop_with_the_first(hvd: ModuleType, kind: str) -> No
     with pytest.raises(RuntimeError, match=text):
         train(ddp, 10 if hvd.rank() == 0 else 5, steps := [], throw_on_early_termination=True)
     assert len(steps) == 5
-    assert same_on_all_ranks(ddp.parameters())
-
-
-def test_disabled(hvd: ModuleType) -> None:
-    ddp = DistributedDataParallel(nn.Linear(1, 1, bias=False))
-    with ddp.join(enable=False):
-        for _ in range(5):
-            ddp.zero_grad()
-            ddp(torch.full((1, 1), float(hvd.rank()))).sum().backward()
-            torch.testing.assert_close(ddp.module.weight.grad, torch.full((1, 1), (hvd.size() - 1) / 2))
-    assert not ddp._join_config.enable
     assert same_on_all_ranks(ddp.parameters())
 
 

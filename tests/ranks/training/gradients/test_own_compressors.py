@@ -1,13 +1,12 @@
-"""Compressors of a program through failed steps, joins, process sets and overlap."""
+"""Compressors of a program through failed steps, joins and overlap."""
 
-import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
-from support.training.compressed import Doubles, Run, mean
+from support.training.compressed import Doubles, Run
 from support.training.problem import same_on_all_ranks
 from torch import Tensor
 
@@ -74,25 +73,10 @@ def test_ranks_that_join_keep_in_step(hvd: ModuleType) -> None:
         assert same_on_all_ranks(run.step(step))
 
 
-@pytest.fixture
-def restarted(hvd: ModuleType) -> Iterator[Callable[..., None]]:
-    """Start hvlike anew with overlap switched on or off, or with process sets."""
-
-    def restart(overlap: str = "0", process_sets: Sequence[Any] = ()) -> None:
-        hvd.shutdown()
-        os.environ["HVLIKE_OVERLAP"] = overlap
-        hvd.init(process_sets=list(process_sets))
-
-    yield restart
-    hvd.shutdown()
-    os.environ.pop("HVLIKE_OVERLAP", None)
-    hvd.init()
-
-
-def test_overlap_changes_nothing(hvd: ModuleType, restarted: Callable[..., None]) -> None:
+def test_overlap_changes_nothing(hvd: ModuleType, restarted: Callable[[Mapping[str, str]], None]) -> None:
     results: list[list[Tensor]] = []
     for overlap in ("0", "1"):
-        restarted(overlap)
+        restarted({"HVLIKE_OVERLAP": overlap})
         run = Run(hvd, Doubles(), SHAPES, groups=2)
         for step in range(4):
             run.step(step)
@@ -100,20 +84,6 @@ def test_overlap_changes_nothing(hvd: ModuleType, restarted: Callable[..., None]
         results.append([parameter.detach() for parameter in run.parameters])
     for one, other in zip(*results, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.mpi(min_size=3)
-def test_process_sets(hvd: ModuleType, restarted: Callable[..., None]) -> None:
-    size = hvd.size()
-    sets = [hvd.ProcessSet(range(0, size, 2)), hvd.ProcessSet(range(1, size, 2))]
-    restarted(process_sets=sets)
-    run = Run(hvd, Doubles(), SHAPES, process_set=sets[hvd.rank() % 2])
-    members = range(hvd.rank() % 2, size, 2)
-    for step in range(3):
-        reduced, everybody = run.step(step), run.everybody(step)
-        for index, gradient in enumerate(reduced):
-            expected = mean([everybody[rank][index] for rank in members])
-            torch.testing.assert_close(gradient.double(), expected, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.mpi(min_size=2)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from support.training.compressed import Doubles
 from support.training.counters import AFTER, Counter
+from support.training.parity import same_optimizers
 from support.training.problem import same_on_all_ranks
 from torch import Tensor, nn
 
@@ -25,20 +26,31 @@ def loss_of(model: nn.Module, rank: int, step: int) -> Tensor:
     return loss
 
 
-def reference(counts: Sequence[int], make: Any, *, effective: bool, clip: float | None = None, passes: int = 1) -> Any:
+def reference(counts: Sequence[int], *, effective: bool, clip: float | None = None) -> nn.Module:
     """One process: in each step the gradients of the ranks that still have inputs, over all or over those."""
     model = model_of()
-    optimizer = make(model.parameters())
-    for step in range(max(counts) // passes):
-        active = [rank for rank, count in enumerate(counts) if step < count // passes]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for step in range(max(counts)):
+        active = [rank for rank, count in enumerate(counts) if step < count]
         optimizer.zero_grad()
         for rank in active:
-            for each in range(passes):
-                (loss_of(model, rank, step * passes + each) / (len(active) if effective else len(counts))).backward()
+            (loss_of(model, rank, step) / (len(active) if effective else len(counts))).backward()
         if clip is not None:
             nn.utils.clip_grad_norm_(model.parameters(), clip)
         optimizer.step()
-    return model, optimizer
+    return model
+
+
+def wrap(hvd: ModuleType, model: nn.Module, **options: Any) -> Any:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    return hvd.DistributedOptimizer(optimizer, model.named_parameters(), **options)
+
+
+def train(model: nn.Module, optimizer: Any, rank: int, steps: int) -> None:
+    for step in range(steps):
+        optimizer.zero_grad()
+        loss_of(model, rank, step).backward()
+        optimizer.step()
 
 
 def assert_equal_to(model: nn.Module, expected: nn.Module) -> None:
@@ -46,59 +58,15 @@ def assert_equal_to(model: nn.Module, expected: nn.Module) -> None:
         torch.testing.assert_close(mine.detach(), other.detach(), rtol=1e-4, atol=1e-6)
 
 
-def assert_same_everywhere(hvd: ModuleType, model: nn.Module, optimizer: Any) -> None:
-    """Parameters, buffers, optimizer state and options are equal, bitwise."""
-    assert same_on_all_ranks(model.state_dict().values())
-    options = [[(key, group[key]) for key in group if key != "params"] for group in optimizer.param_groups]
-    everybody = hvd.allgather_object(options)
-    assert all(each == options for each in everybody)
-    states = hvd.allgather_object(
-        [
-            (key, index, value.tolist() if isinstance(value, Tensor) else value)
-            for index, entry in sorted(optimizer.state_dict()["state"].items())
-            for key, value in sorted(entry.items())
-        ]
-    )
-    assert all(state == states[0] for state in states)
-
-
-COUNTS = [[2, 0, 3, 1], [0, 4, 1, 4], [3, 3, 3, 3]]
-
-
-@pytest.mark.parametrize("effective", [False, True])
-@pytest.mark.parametrize("kind", ["momentum", "adam"])
-def test_equals_one_process(hvd: ModuleType, kind: str, effective: bool) -> None:
-    rank, size = hvd.rank(), hvd.size()
-
-    def make(parameters: Any) -> torch.optim.Optimizer:
-        if kind == "adam":
-            return torch.optim.Adam(parameters, lr=0.01)
-        return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
-
-    for counts in [each[:size] for each in COUNTS]:
-        model = model_of()
-        optimizer = hvd.DistributedOptimizer(make(model.parameters()), named_parameters=model.named_parameters())
-        with Join([optimizer], divide_by_initial_world_size=not effective):
-            for step in range(counts[rank]):
-                optimizer.zero_grad()
-                loss_of(model, rank, step).backward()
-                optimizer.step()
-        expected, plain = reference(counts, make, effective=effective)
-        assert_equal_to(model, expected)
-        assert_same_everywhere(hvd, model, optimizer)
-        assert len(optimizer.state_dict()["state"]) == len(plain.state_dict()["state"])
+COUNTS = [[2, 0, 3, 1], [0, 4, 1, 4]]
 
 
 @pytest.mark.parametrize("effective", [False, True])
 def test_clipping_between_synchronize_and_step(hvd: ModuleType, effective: bool) -> None:
     rank, size = hvd.rank(), hvd.size()
     counts = COUNTS[0][:size]
-
-    def make(parameters: Any) -> torch.optim.Optimizer:
-        return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
-
     model = model_of()
-    optimizer = hvd.DistributedOptimizer(make(model.parameters()), named_parameters=model.named_parameters())
+    optimizer = wrap(hvd, model)
     with Join([optimizer], divide_by_initial_world_size=not effective):
         for step in range(counts[rank]):
             optimizer.zero_grad()
@@ -107,34 +75,9 @@ def test_clipping_between_synchronize_and_step(hvd: ModuleType, effective: bool)
             nn.utils.clip_grad_norm_(model.parameters(), 0.05)
             with optimizer.skip_synchronize():
                 optimizer.step()
-    assert_equal_to(model, reference(counts, make, effective=effective, clip=0.05)[0])
-    assert_same_everywhere(hvd, model, optimizer)
-
-
-@pytest.mark.parametrize("way", ["passes", "no_sync"])
-def test_accumulation(hvd: ModuleType, way: str) -> None:
-    rank, size, passes = hvd.rank(), hvd.size(), 2
-    counts = [passes * each for each in COUNTS[1][:size]]
-
-    def make(parameters: Any) -> torch.optim.Optimizer:
-        return torch.optim.Adam(parameters, lr=0.01)
-
-    model = model_of()
-    optimizer = hvd.DistributedOptimizer(
-        make(model.parameters()), model.named_parameters(), backward_passes_per_step=passes if way == "passes" else 1
-    )
-    with Join([optimizer]):
-        for step in range(0, counts[rank], passes):
-            optimizer.zero_grad()
-            if way == "passes":
-                loss_of(model, rank, step).backward()
-            else:
-                with optimizer.no_sync():
-                    loss_of(model, rank, step).backward()
-            loss_of(model, rank, step + 1).backward()
-            optimizer.step()
-    assert_equal_to(model, reference(counts, make, effective=False, passes=passes)[0])
-    assert_same_everywhere(hvd, model, optimizer)
+    assert_equal_to(model, reference(counts, effective=effective, clip=0.05))
+    assert same_on_all_ranks(model.state_dict().values())
+    assert same_optimizers(hvd, optimizer)
 
 
 def test_epochs_with_a_scheduler_and_a_metric_that_is_averaged(hvd: ModuleType) -> None:
@@ -156,7 +99,8 @@ def test_epochs_with_a_scheduler_and_a_metric_that_is_averaged(hvd: ModuleType) 
                 active = sum(step < count for count in counts)
                 # Unnamed, and not awaited by the ranks that have left the body: they count as zeros.
                 assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == active
-        assert_same_everywhere(hvd, model, optimizer)
+        assert same_on_all_ranks(model.state_dict().values())
+        assert same_optimizers(hvd, optimizer)
         assert inner.param_groups[0]["lr"] == pytest.approx(0.1 * 0.5**steps)
 
 
@@ -164,15 +108,13 @@ def test_statistics_of_batch_norm_come_from_the_authority(hvd: ModuleType) -> No
     rank, size = hvd.rank(), hvd.size()
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 4), hvd.SyncBatchNorm(4), nn.Linear(4, 1))
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
+    optimizer = wrap(hvd, model)
     with Join([optimizer]) as join:
-        for step in range(2 * (size - rank)):
-            optimizer.zero_grad()
-            loss_of(model, rank, step).backward()
-            optimizer.step()
+        train(model, optimizer, rank, 2 * (size - rank))
     assert join.authority == 0
     hvd.broadcast_parameters(model.state_dict(), root_rank=join.authority)
-    assert_same_everywhere(hvd, model, optimizer)
+    assert same_on_all_ranks(model.state_dict().values())
+    assert same_optimizers(hvd, optimizer)
     with Join([optimizer], enable=False) as join:
         pass
     assert join.authority == size - 1
@@ -181,10 +123,7 @@ def test_statistics_of_batch_norm_come_from_the_authority(hvd: ModuleType) -> No
 def test_two_optimizers_with_different_numbers_of_steps(hvd: ModuleType) -> None:
     rank = hvd.rank()
     models = [model_of(0), model_of(1)]
-    optimizers = [
-        hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
-        for model in models
-    ]
+    optimizers = [wrap(hvd, model) for model in models]
     with Join(optimizers):
         for step in range(rank + 1):
             for model, optimizer, times in zip(models, optimizers, (2, 1), strict=True):
@@ -193,20 +132,17 @@ def test_two_optimizers_with_different_numbers_of_steps(hvd: ModuleType) -> None
                     loss_of(model, rank, step).backward()
                     optimizer.step()
     for model, optimizer in zip(models, optimizers, strict=True):
-        assert_same_everywhere(hvd, model, optimizer)
+        assert same_on_all_ranks(model.state_dict().values())
+        assert same_optimizers(hvd, optimizer)
 
 
 def test_beside_a_joinable_of_ones_own(hvd: ModuleType) -> None:
     """Then the heartbeat goes on, and what the other one does is shadowed by its hook alone."""
     rank, size = hvd.rank(), hvd.size()
     counts = COUNTS[1][:size]
-
-    def make(parameters: Any) -> torch.optim.Optimizer:
-        return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
-
     for own_first in (True, False):
         model = model_of()
-        optimizer = hvd.DistributedOptimizer(make(model.parameters()), named_parameters=model.named_parameters())
+        optimizer = wrap(hvd, model)
         counter = Counter()
         with Join([counter, optimizer] if own_first else [optimizer, counter]):
             for step in range(counts[rank]):
@@ -217,15 +153,16 @@ def test_beside_a_joinable_of_ones_own(hvd: ModuleType) -> None:
                 total = total or counter()
                 assert total == sum(step < count for count in counts)
         assert counter.tensor.item() == AFTER
-        assert_equal_to(model, reference(counts, make, effective=False)[0])
-        assert_same_everywhere(hvd, model, optimizer)
+        assert_equal_to(model, reference(counts, effective=False))
+        assert same_on_all_ranks(model.state_dict().values())
+        assert same_optimizers(hvd, optimizer)
 
 
 @pytest.mark.mpi(min_size=2)
 def test_throw_on_early_termination(hvd: ModuleType) -> None:
     rank = hvd.rank()
     model = model_of()
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
+    optimizer = wrap(hvd, model)
     steps = 0
 
     def train() -> None:
@@ -242,46 +179,36 @@ def test_throw_on_early_termination(hvd: ModuleType) -> None:
         with pytest.raises(RuntimeError, match=text):
             train()
         assert steps == 2 * epoch
-        assert_same_everywhere(hvd, model, optimizer)
+        assert same_on_all_ranks(model.state_dict().values())
+        assert same_optimizers(hvd, optimizer)
 
 
 def test_adasum(hvd: ModuleType) -> None:
     """What steps have changed is reduced; each rank's momentum is its own."""
     rank = hvd.rank()
     model = model_of()
-    optimizer = hvd.DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), model.named_parameters(), op=hvd.Adasum
-    )
+    optimizer = wrap(hvd, model, op=hvd.Adasum)
     for _ in range(2):
         with Join([optimizer]):
-            for step in range(rank):
-                optimizer.zero_grad()
-                loss_of(model, rank, step).backward()
-                optimizer.step()
+            train(model, optimizer, rank, rank)
         assert same_on_all_ranks(model.parameters())
 
 
 def test_a_compressor_of_the_program_and_no_input_at_all(hvd: ModuleType) -> None:
     rank, size = hvd.rank(), hvd.size()
     model = model_of()
-    optimizer = hvd.DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.1),
-        model.named_parameters(),
-        compression=Doubles(),
-    )
+    optimizer = wrap(hvd, model, compression=Doubles())
     for epoch in range(3):
         with Join([optimizer]):
-            for step in range(2 * ((rank + epoch) % size)):
-                optimizer.zero_grad()
-                loss_of(model, rank, step).backward()
-                optimizer.step()
-        assert_same_everywhere(hvd, model, optimizer)
+            train(model, optimizer, rank, 2 * ((rank + epoch) % size))
+        assert same_on_all_ranks(model.state_dict().values())
+        assert same_optimizers(hvd, optimizer)
 
 
 def test_a_grad_scaler(hvd: ModuleType) -> None:
     rank = hvd.rank()
     model = model_of()
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
+    optimizer = wrap(hvd, model)
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     with Join([optimizer]):
         for step in range(rank + 1):
@@ -290,14 +217,15 @@ def test_a_grad_scaler(hvd: ModuleType) -> None:
             scaler.scale(loss * (torch.inf if step == 0 and rank == 0 else 1.0)).backward()
             scaler.step(optimizer)
             scaler.update()
-    assert_same_everywhere(hvd, model, optimizer)
+    assert same_on_all_ranks(model.state_dict().values())
+    assert same_optimizers(hvd, optimizer)
 
 
 def test_the_body_that_ends_before_the_step(hvd: ModuleType) -> None:
     if hvd.size() == 1:
         pytest.skip("one rank reduces nothing")
     model = model_of()
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
+    optimizer = wrap(hvd, model)
 
     def train() -> None:
         with Join([optimizer]):

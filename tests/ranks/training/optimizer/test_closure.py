@@ -44,17 +44,6 @@ def test_lbfgs_makes_the_same_evaluations_as_one_process(hvd: ModuleType, line_s
     assert same_on_all_ranks(model.parameters())
 
 
-def test_first_order_optimizers_step_on_reduced_gradients(hvd: ModuleType) -> None:
-    expected, plain = make(torch.optim.SGD, lr=0.1, momentum=0.9)
-    model, wrapped = make(torch.optim.SGD, lr=0.1, momentum=0.9)
-    optimizer = DistributedOptimizer(wrapped)
-    for step in range(3):
-        plain.step(closure_of(plain, expected, whole_batch(step)))
-        optimizer.step(closure_of(optimizer, model, share(hvd, whole_batch(step))))
-    assert largest_difference(model.parameters(), expected.parameters()) < 1e-12
-    assert same_on_all_ranks(model.parameters())
-
-
 def test_the_loss_is_reduced_and_keeps_its_type(hvd: ModuleType) -> None:
     _, wrapped = make(torch.optim.SGD, lr=0.1)
     optimizer = DistributedOptimizer(wrapped)
