@@ -1,20 +1,25 @@
-"""Once the plan is made, steps of a DistributedOptimizer send no control message: on one node, on several, always."""
+"""Once the plan is made, steps of any wrapper send no control message: on one node, on several, in a Join context."""
 
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from types import ModuleType
 
 import pytest
 import torch
+from support.training.counters import Counter
+from support.training.problem import make_model
+from support.training.ways import Wrapped
 from torch import nn
 
 from hvlike.collectives.session.context import current
+from hvlike.join import Join
 from hvlike.transport.messages.traffic import Sent
 
 STEPS = 5
 
-LATE = {"waiting", "resumed"}
-"""A rank that has waited for half a second says so. That is about time, and a busy machine may be so slow."""
+LATE = {"waiting", "resumed", "inspect", "answer"}
+"""A rank that has waited for half a second says so, and others are asked. A busy machine may be so slow."""
 
 
 class Branches(nn.Module):
@@ -118,3 +123,32 @@ def test_a_named_allreduce_would_be_seen(hvd: ModuleType) -> None:
 
     sent = sent_during(with_a_metric)
     assert control(sent) == ({"responses": hvd.size() - 1} if hvd.rank() == 0 else {"ready": 1})
+
+
+@pytest.mark.parametrize("joins", [False, True])
+@pytest.mark.parametrize("way", ["optimizer", "find unused", "zero", "ddp, zero"])
+def test_every_wrapper(hvd: ModuleType, way: str, joins: bool) -> None:
+    """With buffers; whether all ranks have inputs or not."""
+    model = make_model()
+    model.register_buffer("seen", torch.zeros(3))
+    wrapped = Wrapped(way, model)
+    # What was agreed when it was made has reached all ranks once they have made steps.
+    for step in range(3):
+        wrapped.step(hvd, step)
+
+    with Join(wrapped.joinables, enable=joins, divide_by_initial_world_size=False):
+        # Who leaves the context says so: that is after the last one.
+        sent = [sent_during(partial(wrapped.step, hvd, step)) for step in range(1 + hvd.rank() * joins)]
+    assert [control(each) for each in sent] == [{}] * len(sent)
+
+
+def test_a_joinable_of_ones_own_has_its_heartbeat(hvd: ModuleType) -> None:
+    counter = Counter(sums=0)
+    with Join([counter]):
+
+        def beat() -> None:
+            handle = Join.notify_join_context(counter)
+            assert handle is not None
+            handle.wait()
+
+        assert (control(sent_during(beat)) != {}) == (hvd.size() > 1)

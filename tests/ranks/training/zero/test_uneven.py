@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from types import ModuleType
-from typing import Any
 
 import pytest
 import torch
@@ -12,9 +11,8 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam
 from torch.optim.lr_scheduler import StepLR
 
-from hvlike.collectives.requests.process_set import ProcessSet
 from hvlike.errors import JoinError, UsageError
-from hvlike.join import Join, Joinable, JoinHook
+from hvlike.join import Join
 from hvlike.optim import ZeroRedundancyOptimizer
 
 pytestmark = pytest.mark.mpi(min_size=2)
@@ -58,34 +56,6 @@ def test_gradients_that_are_equal(hvd: ModuleType, schedule: str, clip: float | 
     step_plain(ours, optimizer, loss_of(ours, batch(30)), clip)
     step_plain(plain, reference, loss_of(plain, batch(30)), clip)
     assert difference(ours, plain) == 0
-
-
-def rows(hvd: ModuleType, step: int, rank: int) -> Tensor:
-    return batch(step, 24)[rank :: hvd.size()]
-
-
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize(("clip", "by_initial"), [(None, True), (0.01, False)])
-def test_gradients_that_it_reduces_itself(hvd: ModuleType, schedule: str, clip: float | None, by_initial: bool) -> None:
-    size = hvd.size()
-    counts = SCHEDULES[schedule](size)
-    ours, plain = net(), net()
-    optimizer = ZeroRedundancyOptimizer(ours.parameters(), SGD, reduce_gradients=True, lr=0.1, momentum=0.9)
-    reference = SGD(plain.parameters(), lr=0.1, momentum=0.9)
-    for epoch in range(2):
-        with Join([optimizer], divide_by_initial_world_size=by_initial):
-            for step in range(counts[hvd.rank()]):
-                optimizer.zero_grad()
-                loss_of(ours, rows(hvd, 10 * epoch + step, hvd.rank())).backward()
-                if clip is not None:
-                    hvd.clip_grad_norm_(optimizer, clip)
-                optimizer.step()
-        for step in range(max(counts)):
-            active = [rank for rank in range(size) if counts[rank] > step]
-            losses = [loss_of(plain, rows(hvd, 10 * epoch + step, rank)) for rank in active]
-            step_plain(plain, reference, torch.stack(losses).sum() / (size if by_initial else len(active)), clip)
-        assert difference(ours, plain) < 1e-6
-        assert same_on_all_ranks(ours.parameters())
 
 
 @pytest.mark.parametrize("schedule", ["none on the first rank", "none but on the last rank"])
@@ -134,70 +104,6 @@ def test_horovods_join(hvd: ModuleType) -> None:
         for step in range(2 * (hvd.size() - 1)):
             step_plain(plain, reference, loss_of(plain, batch(10 * epoch + step)), None)
         assert difference(ours, plain) == 0
-
-
-class GradientSetter(Joinable):
-    """Sets the gradients of an iteration from a list that every rank has, as torch's test does."""
-
-    def __init__(self, parameters: Sequence[Tensor], gradients: Sequence[Sequence[Tensor]]) -> None:
-        super().__init__()
-        self.parameters = parameters
-        self.gradients = list(gradients)
-        self.done = 0
-
-    def set(self) -> None:
-        """Set the next gradients."""
-        for parameter, gradient in zip(self.parameters, self.gradients[self.done], strict=True):
-            parameter.grad = gradient.clone()
-        self.done += 1
-
-    def __call__(self) -> None:
-        Join.notify_join_context(self)
-        self.set()
-
-    def join_hook(self, **kwargs: Any) -> JoinHook:
-        setter = self
-
-        class Hook(JoinHook):
-            def main_hook(self) -> None:
-                setter.set()
-
-        return Hook()
-
-    @property
-    def join_device(self) -> torch.device:
-        return torch.device("cpu")
-
-    @property
-    def join_process_group(self) -> ProcessSet:
-        import hvlike
-
-        return hvlike.global_process_set
-
-
-def test_with_a_setter_of_gradients(hvd: ModuleType) -> None:
-    """The numbers of torch's test: rank r has 3 + r inputs; those with inputs compare in every iteration."""
-    epochs, iterations = 2, 2 + hvd.size()
-    plain = net()
-    reference = Adam(plain.parameters(), lr=0.01)
-    gradients, expected = [], []
-    for step in range(epochs * iterations):
-        step_plain(plain, reference, loss_of(plain, batch(step)), None)
-        gradients.append([each.grad.clone() for each in plain.parameters() if each.grad is not None])
-        expected.append([each.detach().clone() for each in plain.parameters()])
-    ours = net()
-    optimizer = ZeroRedundancyOptimizer(ours.parameters(), Adam, lr=0.01)
-    setter = GradientSetter(list(ours.parameters()), gradients)
-    for epoch in range(epochs):
-        with Join([setter, optimizer], grads=gradients):
-            for step in range(3 + hvd.rank()):
-                setter()
-                optimizer.step()
-                after = expected[epoch * iterations + step]
-                assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), after, strict=True))
-        assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), expected[setter.done - 1], strict=True))
-    assert setter.done == epochs * iterations
-    assert difference(ours, plain) == 0
 
 
 def test_the_end_of_the_body_between_clipping_and_step(hvd: ModuleType) -> None:
@@ -261,3 +167,13 @@ def test_a_scaler_while_ranks_are_absent_is_refused(hvd: ModuleType) -> None:
     loss_of(model, batch(0)).backward()
     optimizer.step()
     assert same_on_all_ranks(model.parameters())
+
+
+def test_groups_are_not_added_inside_a_context(hvd: ModuleType) -> None:
+    model = net()
+    first, *others = model.parameters()
+    optimizer = ZeroRedundancyOptimizer(others, SGD, lr=0.01)
+    with Join([optimizer]), pytest.raises(UsageError, match="inside a Join context"):
+        optimizer.add_param_group({"params": [first]})
+    optimizer.add_param_group({"params": [first]})
+    assert len(optimizer.param_groups) == 2
