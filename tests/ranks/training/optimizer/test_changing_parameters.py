@@ -1,45 +1,19 @@
-"""Parameters that come, go, rest, are shared or are not used: all ranks keep the same model."""
+"""Parameters that come, go, rest or change their shape: what the optimizer will step on is what is reduced."""
 
 from collections.abc import Callable, Mapping
 from types import ModuleType
 
 import pytest
 import torch
+from support.pretended_nodes import nodes_of
 from support.training.problem import largest_difference, loss_of, make_model, same_on_all_ranks, share, whole_batch
-from torch import Tensor, nn
+from torch import nn
+from torch.optim import SGD
 
 import hvlike
-from hvlike.errors import MismatchError
+from hvlike.errors import MismatchError, UsageError
 from hvlike.training.distributed_optimizer import DistributedOptimizer
 from hvlike.training.gradients.grad_state import Phase
-
-
-def train_both(hvd: ModuleType, steps: int, change: object = None) -> None:
-    """Train distributed and in one process; `change(step, model, optimizer)` is done to both before each step."""
-    results = []
-    for distributed in (False, True):
-        model = make_model()
-        optimizer: torch.optim.Optimizer = torch.optim.SGD(list(model.parameters())[:4], lr=0.1, momentum=0.9)
-        if distributed:
-            optimizer = DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
-        for step in range(steps):
-            optimizer.zero_grad()
-            if change is not None:
-                change(step, model, optimizer)
-            batch = whole_batch(step)
-            loss_of(model, share(hvd, batch) if distributed else batch).backward()
-            optimizer.step()
-        results.append(list(model.parameters()))
-    assert largest_difference(*results) < 1e-6
-    assert same_on_all_ranks(results[1])
-
-
-def test_a_group_that_is_added_is_synchronised(hvd: ModuleType) -> None:
-    def change(step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        if step == 2:
-            optimizer.add_param_group({"params": list(model.parameters())[4:], "lr": 0.05})
-
-    train_both(hvd, 5, change)
 
 
 def test_gradients_of_an_added_group_are_reduced_during_backward(hvd: ModuleType) -> None:
@@ -47,17 +21,10 @@ def test_gradients_of_an_added_group_are_reduced_during_backward(hvd: ModuleType
     optimizer = DistributedOptimizer(torch.optim.SGD(list(model.parameters())[:4], lr=0.1))
     late = list(model.parameters())[4:]
     optimizer.add_param_group({"params": late})
-    sum(parameter.sum() for parameter in late).backward()
+    (sum(parameter.sum() for parameter in late) * hvd.rank()).backward()
     assert optimizer.gradients.phase is Phase.REDUCING
     optimizer.step()
-
-
-def test_requires_grad_switched_off_and_on(hvd: ModuleType) -> None:
-    def change(step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        model.get_parameter("0.weight").requires_grad_(step % 3 != 1)
-        model.get_parameter("2.bias").requires_grad_(step > 3)
-
-    train_both(hvd, 7, change)
+    assert same_on_all_ranks(model.parameters())
 
 
 def test_requires_grad_switched_on_after_the_first_backward_pass(hvd: ModuleType) -> None:
@@ -74,60 +41,6 @@ def test_requires_grad_switched_on_after_the_first_backward_pass(hvd: ModuleType
     assert same_on_all_ranks(model.parameters())
 
 
-def test_all_parameters_frozen_at_first(hvd: ModuleType) -> None:
-    def change(step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        for parameter in list(model.parameters())[:4]:
-            parameter.requires_grad_(step > 0)
-
-    train_both(hvd, 3, change)
-
-
-def test_a_shared_parameter_used_several_times(hvd: ModuleType) -> None:
-    torch.manual_seed(0)
-    layer = nn.Linear(6, 6)
-    model = nn.Sequential(layer, nn.Tanh(), layer, nn.Tanh(), layer, nn.Linear(6, 3))
-    twin = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 3))
-    twin[0].load_state_dict(layer.state_dict())
-    twin[1].load_state_dict(model[5].state_dict())
-    optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
-    plain = torch.optim.SGD(twin.parameters(), lr=0.1)
-    for step in range(3):
-        optimizer.zero_grad()
-        loss_of(model, share(hvd, whole_batch(step))).backward()
-        optimizer.step()
-        plain.zero_grad()
-        chain = nn.Sequential(twin[0], nn.Tanh(), twin[0], nn.Tanh(), twin[0], twin[1])
-        loss_of(chain, whole_batch(step)).backward()
-        plain.step()
-    assert largest_difference(model.parameters(), twin.parameters()) < 1e-6
-
-
-class Branches(nn.Module):
-    """Uses one of two layers, or none."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.left, self.right = nn.Linear(6, 3), nn.Linear(6, 3)
-
-    def forward(self, inputs: Tensor, way: int) -> Tensor:
-        return (self.left, self.right)[way % 2](inputs)
-
-
-def test_parameters_used_on_some_ranks_only_count_as_zero_on_the_others(hvd: ModuleType) -> None:
-    model = Branches()
-    optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
-    inputs, targets = whole_batch()
-    for step in range(3):
-        before = [parameter.detach().clone() for parameter in model.parameters()]
-        optimizer.zero_grad()
-        nn.functional.mse_loss(model(inputs, hvd.rank() + step), targets).backward()
-        optimizer.step()
-        assert same_on_all_ranks(model.parameters())
-        changed = [not torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True)]
-        assert all(changed) or hvd.size() == 1
-
-
 def test_a_rank_without_any_backward_pass_takes_part(hvd: ModuleType) -> None:
     model = make_model()
     optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
@@ -140,14 +53,6 @@ def test_a_rank_without_any_backward_pass_takes_part(hvd: ModuleType) -> None:
     optimizer.step()
     assert largest_difference(model.parameters(), expected.parameters()) < 1e-6
     assert same_on_all_ranks(model.parameters())
-
-
-def test_gradients_set_by_hand_are_reduced(hvd: ModuleType) -> None:
-    parameter = nn.Parameter(torch.zeros(3))
-    optimizer = DistributedOptimizer(torch.optim.SGD([parameter], lr=1.0))
-    parameter.grad = torch.full((3,), float(hvd.rank()))
-    optimizer.step()
-    torch.testing.assert_close(parameter.detach(), torch.full((3,), -sum(range(hvd.size())) / hvd.size()))
 
 
 def test_a_model_converted_after_wrapping(hvd: ModuleType) -> None:
@@ -172,19 +77,6 @@ def test_parameters_of_other_dtypes(hvd: ModuleType, dtype: torch.dtype) -> None
     optimizer.step()
     mean = sum(rank + 1 for rank in range(hvd.size())) / hvd.size()
     torch.testing.assert_close(parameter.detach(), torch.full((5,), 1 - 0.5 * mean, dtype=dtype), rtol=1e-2, atol=1e-2)
-
-
-def test_channels_last_and_transposed_parameters(hvd: ModuleType) -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(16, 2)).to(memory_format=torch.channels_last)
-    model[2].weight = nn.Parameter(torch.randn(16, 2).t())
-    optimizer = DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=0.01), model.named_parameters())
-    torch.manual_seed(hvd.rank())
-    for _ in range(3):
-        optimizer.zero_grad()
-        model(torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last)).square().sum().backward()
-        optimizer.step()
-    assert same_on_all_ranks(parameter.contiguous() for parameter in model.parameters())
 
 
 def test_zero_size_and_scalar_parameters(hvd: ModuleType) -> None:
@@ -251,3 +143,141 @@ def test_a_lazy_layer_that_is_used_after_some_steps(
         optimizer.step()
         assert same_on_all_ranks(model["used"].parameters())
         assert step < 3 or same_on_all_ranks(model["lazy"].parameters())
+
+
+def test_all_frozen_while_they_hold_sums_of_this_rank(hvd: ModuleType) -> None:
+    model = make_model()
+    optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
+    for step in range(2):
+        with optimizer.no_sync():
+            loss_of(model, share(hvd, whole_batch(step))).backward()
+    model.requires_grad_(False)
+    optimizer.step()
+    assert same_on_all_ranks(model.parameters())
+
+
+def test_a_gradient_set_by_hand_for_a_frozen_parameter(hvd: ModuleType) -> None:
+    model = make_model()
+    model[0].requires_grad_(False)
+    optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
+    for step in range(3):
+        optimizer.zero_grad()
+        if step:
+            model[0].bias.grad = torch.full((16,), float(hvd.rank()))
+        loss_of(model, share(hvd, whole_batch(step))).backward()
+        optimizer.step()
+        assert model[0].weight.grad is None
+        assert same_on_all_ranks(model.parameters())
+    torch.testing.assert_close(model[0].bias.grad, torch.full((16,), sum(range(hvd.size())) / hvd.size()))
+
+
+@pytest.mark.parametrize("settings", [{}, {"HVLIKE_OVERLAP": "1"}])
+def test_one_set_too_late_is_refused(
+    hvd: ModuleType, restarted: Callable[[Mapping[str, str]], None], settings: dict[str, str]
+) -> None:
+    restarted(settings)
+    model = make_model()
+    model[0].requires_grad_(False)
+    optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
+    for step in range(4):
+        optimizer.zero_grad()
+        loss_of(model, share(hvd, whole_batch(step))).backward()
+        if step == 2:
+            model[0].bias.grad = torch.full((16,), float(hvd.rank()))
+            with pytest.raises(UsageError, match=r"'0\.bias' were set after the first gradient .* had arrived"):
+                optimizer.step()
+            continue
+        optimizer.step()
+        assert same_on_all_ranks(model.parameters())
+
+
+@pytest.mark.mpi(min_size=2)
+def test_adasum_with_gradients_that_come_in_the_closure(hvd: ModuleType) -> None:
+    """Of a parameter that was frozen without one when step() began."""
+    model = make_model()
+    model[0].requires_grad_(False)
+    optimizer = DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), op=hvlike.Adasum
+    )
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = loss_of(model, share(hvd, whole_batch()))
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    assert same_on_all_ranks(model.parameters())
+
+    def late() -> torch.Tensor:
+        model[0].requires_grad_(True)
+        return closure()
+
+    with pytest.raises(UsageError, match=r"'0\.weight', '0\.bias'"):
+        optimizer.step(late)
+    optimizer.step(closure)
+
+
+@pytest.mark.parametrize("op", [hvlike.Average, hvlike.Adasum])
+def test_frozen_while_one_rank_alone_holds_sums(hvd: ModuleType, op: int) -> None:
+    """The other ranks have not used the layer; afterwards it rests, untouched by weight decay."""
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"used": nn.Linear(2, 2), "rare": nn.Linear(2, 2)})
+    optimizer = DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.5), model.named_parameters(), op=op
+    )
+    start = model["rare"].weight.detach().clone()
+    for step in range(4):
+        optimizer.zero_grad()
+        model.requires_grad_(True)
+        if step == 1 and hvd.rank() == 0:
+            with optimizer.no_sync():
+                model["rare"](torch.ones(1, 2)).sum().backward()
+        if step:
+            model["rare"].requires_grad_(False)
+        model["used"](torch.ones(1, 2)).sum().backward()
+        before = model["rare"].weight.detach().clone()
+        optimizer.step()
+        assert same_on_all_ranks(model.parameters())
+        assert torch.equal(before, model["rare"].weight) == (step != 1)
+    assert not torch.equal(start, model["rare"].weight)
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+@pytest.mark.parametrize("ranks_per_node", [1, None])
+@pytest.mark.parametrize("steps", [0, 1, 5])
+def test_it_is_refused_whatever_came_before(
+    hvd: ModuleType, layer: int, ranks_per_node: int | None, steps: int
+) -> None:
+    with nodes_of(hvd, ranks_per_node):
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        optimizer = hvd.DistributedOptimizer(SGD(model.parameters(), lr=0.1), model.named_parameters())
+        for _ in range(steps):
+            optimizer.zero_grad()
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+        model[layer].weight.grad = None
+        model[layer].weight.data = torch.ones(2, 3)
+        rows = torch.ones(1, 3 if layer == 0 else 2)
+        optimizer.zero_grad()
+        if layer == 1:
+            model.insert(1, nn.ConstantPad1d((0, 1), 1.0))
+        with pytest.raises(RuntimeError, match="shape"):
+            model(rows).sum().backward()
+
+
+def test_a_new_parameter_trains_after_it(hvd: ModuleType) -> None:
+    model = nn.Linear(2, 1)
+    optimizer = hvd.DistributedOptimizer(SGD(model.parameters(), lr=0.1), model.named_parameters())
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    model.weight.data = torch.ones(1, 3)
+    with pytest.raises(RuntimeError, match="shape"):
+        model(torch.ones(1, 3)).sum().backward()
+    assert hvd.allreduce(torch.ones(1), op=hvd.Sum, name="after") == hvd.size()
+    model.weight = nn.Parameter(torch.ones(1, 3))
+    optimizer = hvd.DistributedOptimizer(SGD(model.parameters(), lr=0.1), model.named_parameters())
+    (model(torch.ones(1, 3)).sum() * (hvd.rank() + 1)).backward()
+    optimizer.step()
+    torch.testing.assert_close(model.weight.detach(), torch.full((1, 3), 1 - 0.1 * (hvd.size() + 1) / 2))

@@ -1,6 +1,7 @@
-"""Layers that are frozen, thawed or converted between two passes: gradients are those of one process."""
+"""Layers that are frozen, thawed or converted between two passes: gradients and parameters are those of one process."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from contextlib import nullcontext
 from types import ModuleType
 from typing import Any
 
@@ -8,6 +9,7 @@ import pytest
 import torch
 from support.training.ddp_models import assert_same, gradients, inputs, share
 from support.training.problem import same_on_all_ranks
+from support.training.ways import Wrapped
 from torch import Tensor, nn
 
 from hvlike.nn import DistributedDataParallel
@@ -69,6 +71,15 @@ CHANGES = [
 ]
 
 
+def freeze_in_turn(step: int, module: nn.Sequential) -> None:
+    for number in range(0, 5, 2):
+        module[number].requires_grad_(number != 2 * (step % 3))
+
+
+def thaw(step: int, module: nn.Sequential) -> None:
+    module[4].requires_grad_(step > 1)
+
+
 def run(model: nn.Module, module: nn.Sequential, batch: Tensor) -> Tensor:
     """A loss of any mixture of dtypes, also of a module that is frozen."""
     handles = [
@@ -82,53 +93,59 @@ def run(model: nn.Module, module: nn.Sequential, batch: Tensor) -> Tensor:
     return loss
 
 
-def average_hook(hvd: ModuleType) -> Callable[..., Any]:
-    return lambda _, bucket: hvd.allreduce_async(bucket.buffer(), name=f"bucket {bucket.index()}")
+def check(hvd: ModuleType, way: str, change: Change, when: str = "alone") -> None:
+    """Train beside one process, with a change in each step.
 
-
-WAYS = ["plain", "find_unused_parameters", "static_graph", "hook", "no_sync"]
-
-
-def check(hvd: ModuleType, way: str, change: Change, steps: int = 4) -> None:
+    when: "alone": before its only pass; "before": before two, the first of which is local; "between": between these.
+    """
+    way, _, option = way.partition(", with ")
     module, alone = make(), make()
     change(0, module)
-    options = {way: True} if way in ("find_unused_parameters", "static_graph") else {}
-    ddp = DistributedDataParallel(module, **options)
-    if way == "hook":
-        ddp.register_comm_hook(None, average_hook(hvd))
-    optimizers = [
-        torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1) for each in (module, alone)
-    ]
-    for step in range(steps):
-        for optimizer, each in zip(optimizers, (module, alone), strict=True):
-            optimizer.zero_grad()
-            change(step, each)
-        if way == "no_sync":
-            run(alone, alone, inputs(50 + step)).backward()
-            with ddp.no_sync():
-                run(ddp, module, share(hvd, inputs(50 + step))).backward()
-        run(alone, alone, inputs(step)).backward()
-        run(ddp, module, share(hvd, inputs(step))).backward()
-        assert_same(gradients(module), gradients(alone))
-        for optimizer in optimizers:
-            optimizer.step()
+    change(0, alone)
+    options = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1, "foreach": False}
+    given: dict[str, Any] = {"views": {"parameters_as_bucket_view": True}, "passes": {"backward_passes_per_step": 2}}
+    wrapped = Wrapped(way, module, wrapper=given.get(option), **options)
+    plain = torch.optim.SGD(alone.parameters(), **options)
+    for step in range(5):
+        wrapped.optimizer.zero_grad()
+        plain.zero_grad()
+        for number in (0, 1) if when != "alone" else (1,):
+            if (number == 0) == (when == "before") or when == "alone":
+                change(step, module)
+                change(step, alone)
+            batch = inputs(step if number else 50 + step)
+            with wrapped.local() if number == 0 and option != "passes" else nullcontext():
+                run(wrapped.module, module, share(hvd, batch)).backward()
+            run(alone, alone, batch).backward()
+        wrapped.optimizer.step()
+        plain.step()
+        if way != "zero":
+            assert_same(gradients(module), gradients(alone))
         assert same_on_all_ranks(each.float() for each in module.parameters())
     assert_same(module.parameters(), alone.parameters())
 
 
+WAYS = ["optimizer", "ddp", "find unused", "static graph", "hook", "zero", "zero, with views", "ddp, zero"]
+WHILE_ACCUMULATING = [freeze_a_layer, freeze_in_turn, thaw]
+
+
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("way", WAYS)
-def test_between_two_passes(hvd: ModuleType, way: str, change: Change) -> None:
+def test_between_two_steps(hvd: ModuleType, way: str, change: Change) -> None:
     check(hvd, way, change)
 
 
 @pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("way", ["plain", "find_unused_parameters"])
-def test_with_buckets_that_start_in_backward(
-    hvd: ModuleType, restarted: Callable[[Mapping[str, str]], None], way: str, change: Change
-) -> None:
-    restarted({"HVLIKE_OVERLAP": "1", "HVLIKE_BUCKET_BYTES": "64"})
-    check(hvd, way, change, steps=5)
+@pytest.mark.parametrize("way", ["optimizer", "ddp"])
+def test_before_a_local_pass(hvd: ModuleType, way: str, change: Change) -> None:
+    check(hvd, way, change, when="before")
+
+
+@pytest.mark.parametrize("change", WHILE_ACCUMULATING)
+@pytest.mark.parametrize("way", [*WAYS[:5], "optimizer, with passes"])
+def test_between_the_passes_of_a_step(hvd: ModuleType, way: str, change: Change) -> None:
+    """The optimizer will step on what a layer holds that was frozen meanwhile: it is reduced; then the layer rests."""
+    check(hvd, way, change, when="between")
 
 
 class Toggling(nn.Module):
@@ -214,30 +231,6 @@ def test_a_critic_that_rests_while_the_maker_is_trained(hvd: ModuleType, frozen_
         assert_same(mine.parameters(), expected.parameters())
 
 
-@pytest.mark.parametrize("way", ["plain", "find_unused_parameters", "static_graph", "hook"])
-def test_a_layer_frozen_while_it_holds_sums_of_this_rank(hvd: ModuleType, way: str) -> None:
-    """The optimizer will step on them, so they are reduced; afterwards the layer rests."""
-    module, alone = make(), make()
-    options = {way: True} if way in ("find_unused_parameters", "static_graph") else {}
-    ddp = DistributedDataParallel(module, **options)
-    if way == "hook":
-        ddp.register_comm_hook(None, average_hook(hvd))
-    for step in range(3):
-        for each in (module, alone):
-            each.zero_grad()
-        if step < 2:
-            run(alone, alone, inputs(50 + step)).backward()
-            with ddp.no_sync():
-                run(ddp, module, share(hvd, inputs(50 + step))).backward()
-        if step == 1:
-            module[2].requires_grad_(False)
-            alone[2].requires_grad_(False)
-        run(alone, alone, inputs(step)).backward()
-        run(ddp, module, share(hvd, inputs(step))).backward()
-        assert_same(gradients(module), gradients(alone))
-        assert (module[2].weight.grad is None) == (step == 2)
-
-
 def test_sums_of_a_thawed_layer_from_a_pass_beside_the_wrapper(hvd: ModuleType) -> None:
     """Nobody has seen them arrive, and the synchronised pass does not use the layer."""
     module = nn.ModuleDict({"used": nn.Linear(4, 2), "rest": nn.Linear(4, 2).requires_grad_(False)})
@@ -250,11 +243,11 @@ def test_sums_of_a_thawed_layer_from_a_pass_beside_the_wrapper(hvd: ModuleType) 
     assert same_on_all_ranks(gradients(module))
 
 
-@pytest.mark.parametrize("way", ["plain", "find_unused_parameters"])
+@pytest.mark.parametrize("way", ["ddp", "find unused"])
 def test_frozen_while_one_rank_alone_holds_sums(hvd: ModuleType, way: str) -> None:
     module = nn.ModuleDict({"used": nn.Linear(4, 2), "rare": nn.Linear(4, 2)})
     module.forward = lambda x, name: module[name](x)  # type: ignore[method-assign]
-    ddp = DistributedDataParallel(module, **({way: True} if way != "plain" else {}))
+    ddp = Wrapped(way, module).module
     if hvd.rank() == 0:
         with ddp.no_sync():
             ddp(inputs(), "rare").sum().backward()
@@ -283,3 +276,20 @@ def test_a_pass_on_one_rank_while_layers_rest(hvd: ModuleType, find_unused: bool
         run(alone, alone, inputs(step)).backward()
         run(ddp, module, share(hvd, inputs(step))).backward()
         assert_same(gradients(module), gradients(alone))
+
+
+# -- where buckets start in backward, to the end of the file ----------------------------------------
+
+
+@pytest.mark.usefixtures("beside_backward")
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("way", ["optimizer", "ddp", "find unused"])
+def test_between_two_steps_beside_backward(hvd: ModuleType, way: str, change: Change) -> None:
+    check(hvd, way, change)
+
+
+@pytest.mark.usefixtures("beside_backward")
+@pytest.mark.parametrize("change", WHILE_ACCUMULATING)
+@pytest.mark.parametrize("way", ["optimizer", "optimizer, with passes"])
+def test_between_the_passes_of_a_step_beside_backward(hvd: ModuleType, way: str, change: Change) -> None:
+    check(hvd, way, change, when="between")
