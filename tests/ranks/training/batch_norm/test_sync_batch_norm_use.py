@@ -141,16 +141,6 @@ def test_after_a_restart_of_hvlike(hvd: ModuleType) -> None:
     torch.testing.assert_close(layer.running_mean, torch.tensor([0.1]))
 
 
-@pytest.mark.filterwarnings("ignore")  # what torch.compile warns about its own imports
-def test_in_a_compiled_model(hvd: ModuleType) -> None:
-    if hvd.size() > 2:
-        pytest.skip("compiled on up to two ranks")
-    model = hvd.convert_sync_batchnorm(make_model())
-    inputs = share(hvd, whole_batch())[0]
-    expected = copy.deepcopy(model)(inputs)
-    torch.testing.assert_close(torch.compile(model, backend="eager")(inputs), expected)
-
-
 WRONG = {
     "one dimension": (torch.zeros(4), r"expected at least 2D input \(got 1D input\)"),
     "channels": (torch.zeros(4, 3), r"expected 2 channels in dimension 1 \(num_features\), got 3 in .* \[4, 3\]"),

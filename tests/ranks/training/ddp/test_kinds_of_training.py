@@ -1,21 +1,20 @@
-"""Compiled modules, SyncBatchNorm, gradient scaling, sparse gradients, overlap, process sets, no message in a step."""
+"""SyncBatchNorm, gradient scaling, sparse gradients, overlap, restarts, and modules that are frozen whole."""
 
+import copy
+import pickle
 from collections.abc import Callable, Mapping
 from types import ModuleType
-from typing import Any
 
 import pytest
 import torch
 from support.training.ddp_models import Branches, Shared, assert_same, gradients, inputs, share
-from support.training.problem import same_on_all_ranks
+from support.training.problem import loss_of, make_model, same_on_all_ranks, whole_batch
+from support.training.ways import Wrapped
 from torch import Tensor, nn
 
-from hvlike.collectives.session.context import current
+from hvlike.elastic import TorchState
 from hvlike.nn import DistributedDataParallel
 from hvlike.training.sync_batch_norm import convert_sync_batchnorm
-
-LATE = {"waiting", "resumed"}
-"""A rank that has waited for half a second says so: that is about time."""
 
 
 def compare(hvd: ModuleType, network: nn.Module | Callable[..., Tensor], module: nn.Module, alone: nn.Module) -> None:
@@ -27,20 +26,6 @@ def compare(hvd: ModuleType, network: nn.Module | Callable[..., Tensor], module:
         assert_same(gradients(module), gradients(alone))
 
 
-@pytest.mark.filterwarnings("ignore")  # what torch.compile warns about its own doings
-@pytest.mark.parametrize("around", [True, False], ids=["around", "inside"])
-def test_compiled(hvd: ModuleType, around: bool) -> None:
-    if hvd.size() > 2:
-        pytest.skip("compiled on up to two ranks")
-    module, alone = Shared(), Shared()
-    if around:
-        compare(hvd, torch.compile(DistributedDataParallel(module), backend="aot_eager"), module, alone)
-    else:
-        compiled: Any = torch.compile(module, backend="aot_eager")
-        compare(hvd, DistributedDataParallel(compiled), module, alone)
-    torch.compiler.reset()
-
-
 def test_sync_batch_norm(hvd: ModuleType) -> None:
     def make() -> nn.Sequential:
         torch.manual_seed(5)
@@ -50,26 +35,6 @@ def test_sync_batch_norm(hvd: ModuleType) -> None:
     synchronised = convert_sync_batchnorm(module)
     compare(hvd, DistributedDataParallel(synchronised), synchronised, alone)
     assert_same([synchronised[1].running_mean], [alone[1].running_mean])
-
-
-def test_a_plain_optimizer_with_a_scaler(hvd: ModuleType) -> None:
-    """An infinity on one rank is one on all, so that all skip the step."""
-    module = nn.Linear(4, 1)
-    ddp = DistributedDataParallel(module)
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
-    scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=100)
-    for step in range(3):
-        optimizer.zero_grad()
-        batch = share(hvd, inputs(step))
-        if step == 1 and hvd.rank() == 0:
-            batch = batch * torch.inf
-        scaler.scale(ddp(batch).square().mean()).backward()
-        scaler.unscale_(optimizer)
-        torch.nn.utils.clip_grad_norm_(ddp.parameters(), 1.0)
-        scaler.step(optimizer)
-        scaler.update()
-    assert scaler.get_scale() == 128.0
-    assert same_on_all_ranks(module.parameters())
 
 
 def test_sparse_gradients(hvd: ModuleType) -> None:
@@ -101,17 +66,6 @@ def test_beside_backward(hvd: ModuleType, restarted: Callable[[Mapping[str, str]
                 assert same_on_all_ranks([branches.layers["b"].bias.grad])
 
 
-@pytest.mark.mpi(min_size=2)
-def test_no_message_but_the_data(hvd: ModuleType) -> None:
-    ddp = DistributedDataParallel(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), find_unused_parameters=True)
-    for step in range(5):
-        if step == 2:
-            before = current().fabric.traffic.snapshot()
-        ddp(share(hvd, inputs(step))).sum().backward()
-    sent = current().fabric.traffic.snapshot() - before
-    assert {kind: count for kind, count in sent.control.items() if kind not in LATE} == {}
-
-
 def test_after_a_restart(hvd: ModuleType, restarted: Callable[[Mapping[str, str]], None]) -> None:
     module, alone = nn.Sequential(Shared(), nn.BatchNorm1d(4)).eval(), nn.Sequential(Shared(), nn.BatchNorm1d(4)).eval()
     ddp = DistributedDataParallel(module)
@@ -120,29 +74,75 @@ def test_after_a_restart(hvd: ModuleType, restarted: Callable[[Mapping[str, str]
     compare(hvd, ddp, module, alone)
 
 
-@pytest.mark.mpi(min_size=3)
-def test_of_some_ranks(hvd: ModuleType) -> None:
-    some = hvd.ProcessSet([0, 2])
-    hvd.shutdown()
-    hvd.init(process_sets=[some])
-    if hvd.rank() in (0, 2):
-        for option in ("process_set", "process_group"):
-            module, alone = Shared(), Shared()
-            ddp = DistributedDataParallel(module, **{option: some})
-            assert ddp.process_set is some
-            ddp(inputs()[hvd.rank() // 2 :: 2]).square().mean().backward()
-            alone(inputs()).square().mean().backward()
-            assert_same(gradients(module), gradients(alone))
-            with ddp.join(), torch.no_grad():
-                for _ in range(1 + hvd.rank()):
-                    with torch.enable_grad():
-                        ddp(inputs()).square().mean().backward()
-                    for parameter in module.parameters():
-                        parameter += 1 + hvd.rank()
-            # Those of rank 2, which has made all steps.
-            torch.testing.assert_close(module.first.bias, alone.first.bias + 9)
-    else:
-        with pytest.raises(ValueError, match=r"this rank is not among the ranks \[0, 2\]"):
-            DistributedDataParallel(Shared(), process_set=some)
+def fail(gradient: torch.Tensor) -> None:
+    """A hook that ends the pass."""
+    raise ValueError("in the middle")
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_pass_that_was_interrupted_on_some_ranks_is_forgotten(hvd: ModuleType) -> None:
+    wrapped = Wrapped("ddp", make_model())
+    model = wrapped.module
+    state = TorchState(model=model, optimizer=wrapped.optimizer)
+    for step in range(4):
+        wrapped.step(hvd, step)
+    state.commit()
+    for step in range(4, 7):
+        wrapped.step(hvd, step)
+    expected = [parameter.detach().clone() for parameter in model.parameters()]
+    if hvd.rank() == 0:
+        loss = loss_of(model, whole_batch(9))
+        hook = next(model.parameters()).register_hook(fail)
+        with pytest.raises(ValueError, match="in the middle"):
+            loss.backward()
+        hook.remove()
     hvd.shutdown()
     hvd.init()
+    state.restore()
+    state.reset()
+    state.sync()
+    for step in range(4, 7):
+        wrapped.step(hvd, step)
+    assert same_on_all_ranks(model.parameters())
+    assert all(torch.equal(one, other) for one, other in zip(model.parameters(), expected, strict=True))
+
+
+def test_it_is_copied_and_pickled(hvd: ModuleType) -> None:
+    model = DistributedDataParallel(make_model())
+    model.requires_grad_(False)
+    for again in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        again.requires_grad_(True)
+        again(share(hvd, whole_batch()[0])).square().mean().backward()
+        assert same_on_all_ranks([each.grad for each in again.parameters() if each.grad is not None])
+
+
+@pytest.mark.parametrize("hooked", [False, True])
+def test_it_leaves_a_join_context(hvd: ModuleType, hooked: bool) -> None:
+    model = DistributedDataParallel(make_model())
+    if hooked:
+        model.register_comm_hook(None, lambda _, bucket: hvd.allreduce_async(bucket.buffer(), name="bucket"))
+    model.requires_grad_(False)
+    with model.join(), torch.enable_grad():
+        for step in range(hvd.rank()):
+            model(share(hvd, whole_batch(step)[0]))
+    assert same_on_all_ranks(model.parameters())
+
+
+@pytest.mark.mpi(min_size=2)
+def test_after_a_join_context_that_some_ranks_took_no_part_in(hvd: ModuleType) -> None:
+    """Sums from before the context make no rank reduce alone."""
+    model = DistributedDataParallel(make_model(), find_unused_parameters=True)
+    inputs = share(hvd, whole_batch()[0])
+    with model.no_sync():
+        model(inputs).square().mean().backward()
+    with model.join():
+        if hvd.rank() == 0:
+            model.zero_grad()
+            model(inputs).square().mean().backward()
+    model.zero_grad()
+    model.requires_grad_(False)
+    model(inputs.clone().requires_grad_(True)).square().mean().backward()
+    assert all(each.grad is None for each in model.parameters())
+    model.requires_grad_(True)
+    model(inputs).square().mean().backward()
+    assert same_on_all_ranks([each.grad for each in model.parameters() if each.grad is not None])

@@ -1,15 +1,18 @@
-"""Hooks fire once for each backward pass, also after garbage collection, and keep nothing alive."""
+"""Hooks fire once for each backward pass, wherever a model calls its layers, and keep nothing alive."""
 
 import gc
 import weakref
+from collections.abc import Callable
 from types import ModuleType
 
+import pytest
 import torch
-from support.training.problem import loss_of, make_model, share, whole_batch
-from torch import nn
+from support.training.problem import largest_difference, loss_of, make_model, same_on_all_ranks, share, whole_batch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from hvlike.training.distributed_optimizer import DistributedOptimizer
-from hvlike.training.gradients.grad_state import GradientHooks
+from hvlike.training.gradients.grad_state import GradientHooks, Phase
 
 
 class Listener:
@@ -85,3 +88,61 @@ def test_a_graph_that_outlives_the_optimizer_calls_nobody(hvd: ModuleType) -> No
     loss.backward()
     second = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
     second.step()
+
+
+class Checkpointed(nn.Module):
+    """Computes the first layers twice instead of keeping what they made."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = checkpoint(self.inner[:2], inputs, use_reentrant=False)
+        return self.inner[2:](hidden)
+
+
+KINDS: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "DataParallel": nn.DataParallel,
+    "checkpointed": Checkpointed,
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_models_that_call_their_layers_elsewhere(hvd: ModuleType, kind: str) -> None:
+    expected = make_model()
+    plain = torch.optim.SGD(expected.parameters(), lr=0.1, momentum=0.9)
+    model = KINDS[kind](make_model())
+    optimizer = DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), named_parameters=model.named_parameters()
+    )
+    for step in range(3):
+        plain.zero_grad()
+        loss_of(expected, whole_batch(step)).backward()
+        plain.step()
+        optimizer.zero_grad()
+        loss_of(model, share(hvd, whole_batch(step))).backward()
+        assert optimizer.gradients.phase is Phase.REDUCING
+        optimizer.step()
+    assert largest_difference(model.parameters(), expected.parameters()) < 1e-6
+    assert same_on_all_ranks(model.parameters())
+
+
+@pytest.mark.filterwarnings("ignore:Using backward")
+def test_a_gradient_penalty(hvd: ModuleType) -> None:
+    model = make_model()
+    optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    for step in range(2):
+        optimizer.zero_grad()
+        inputs, targets = share(hvd, whole_batch(step))
+        inputs.requires_grad_(True)
+        loss = loss_of(model, (inputs, targets))
+        (slope,) = torch.autograd.grad(loss, inputs, create_graph=True)
+        (loss + slope.square().sum()).backward()
+        optimizer.step()
+    assert same_on_all_ranks(model.parameters())
+    optimizer.zero_grad()
+    loss_of(model, share(hvd, whole_batch())).backward(create_graph=True)
+    optimizer.step()
+    assert same_on_all_ranks(model.parameters())
+    optimizer.zero_grad()
