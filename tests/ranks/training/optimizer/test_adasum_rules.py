@@ -2,7 +2,6 @@
 
 import copy
 import pickle
-from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -10,9 +9,7 @@ import pytest
 import torch
 from support.training.problem import largest_difference, loss_of, make_model, same_on_all_ranks, share, whole_batch
 from torch import nn
-from torch.amp import GradScaler
 
-from hvlike.collectives.api.objects import allgather_object
 from hvlike.errors import MismatchError, UsageError
 from hvlike.training.distributed_optimizer import DistributedOptimizer, clip_grad_norm_
 
@@ -137,50 +134,6 @@ def test_a_rank_whose_step_fails_takes_over_what_the_others_did(hvd: ModuleType)
 def test_the_loss_of_a_closure_is_that_of_the_rank(hvd: ModuleType) -> None:
     _, optimizer = make(hvd)
     assert optimizer.step(lambda: float(hvd.rank())) == float(hvd.rank())
-
-
-def scale_plain(scaler: GradScaler, optimizer: Any, model: nn.Module) -> None:
-    scaler.step(optimizer)
-
-
-def scale_and_clip(scaler: GradScaler, optimizer: Any, model: nn.Module) -> None:
-    scaler.unscale_(optimizer)
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
-    scaler.step(optimizer)
-
-
-@pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize("recipe", [scale_plain, scale_and_clip])
-def test_an_infinity_on_one_rank_skips_the_step_on_all(
-    hvd: ModuleType, recipe: Callable[[GradScaler, Any, nn.Module], None], fused: bool
-) -> None:
-    model = make_model()
-    wrapped = torch.optim.AdamW(model.parameters(), lr=0.01, fused=fused)
-    optimizer = DistributedOptimizer(wrapped, op=hvd.Adasum)
-    scaler = GradScaler("cpu", init_scale=1024.0)
-    for step in range(5):
-        before = copy.deepcopy(model)
-        model.zero_grad()
-        bad = step in (1, 3)
-        infinite = bad and hvd.rank() == hvd.size() - 1
-        scaler.scale(loss_of(model, share(hvd, whole_batch(step))) * (float("inf") if infinite else 1.0)).backward()
-        recipe(scaler, optimizer, model)
-        scaler.update()
-        assert (largest_difference(model.parameters(), before.parameters()) == 0) is bad
-        assert same_on_all_ranks(model.parameters())
-    assert allgather_object(scaler.get_scale()) == [256.0] * hvd.size()
-
-
-def test_a_rank_without_gradients_steps_with_a_scaler(hvd: ModuleType) -> None:
-    model, optimizer = make(hvd)
-    scaler = GradScaler("cpu", init_scale=8.0)
-    loss = scaler.scale(loss_of(model, share(hvd, whole_batch())))
-    if hvd.rank() == 0:
-        loss.backward()
-    scaler.step(optimizer)
-    scaler.update()
-    assert same_on_all_ranks(model.parameters())
-    assert largest_difference(model.parameters(), make_model().parameters()) > 0
 
 
 def test_sparse_gradients(hvd: ModuleType) -> None:

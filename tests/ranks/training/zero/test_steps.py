@@ -7,9 +7,11 @@ import pytest
 import torch
 from support.training.problem import same_on_all_ranks
 from support.training.zero_problem import average_gradients, batch, difference, loss_of, net
-from torch.optim import SGD, AdamW
+from torch import Tensor, nn
+from torch.optim import SGD, Adam, AdamW
 from torch.optim.lr_scheduler import StepLR
 
+from hvlike.errors import UsageError
 from hvlike.optim import ZeroRedundancyOptimizer
 
 VIEWS = pytest.mark.parametrize("view", [False, True])
@@ -66,15 +68,6 @@ def test_a_step_that_takes_nothing(hvd: ModuleType) -> None:
     x.backward()
     optimizer.step()
     torch.testing.assert_close(x.detach(), torch.tensor([0.9]))
-
-
-def test_zero_grad(hvd: ModuleType) -> None:
-    x = torch.rand(1, requires_grad=True)
-    optimizer = ZeroRedundancyOptimizer([x], SGD, lr=0.1)
-    (x * 2).backward()
-    assert x.grad is not None
-    optimizer.zero_grad()
-    assert x.grad is None
 
 
 def test_a_scheduler_sees_and_moves_the_options(hvd: ModuleType) -> None:
@@ -212,3 +205,88 @@ def test_frozen_parameters_with_a_gradient_by_hand(hvd: ModuleType) -> None:
     params[1].grad = torch.ones(3)
     optimizer.step()
     assert [float(each.sum()) for each in params] == [0.0, -3.0, 0.0]
+
+
+def share(hvd: ModuleType, inputs: Tensor) -> Tensor:
+    """This rank's rows."""
+    return inputs[hvd.rank() :: hvd.size()]
+
+
+@pytest.mark.mpi(min_size=2)
+def test_each_rank_keeps_the_gradients_of_its_share(hvd: ModuleType) -> None:
+    model = net()
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), SGD, reduce_gradients=True, lr=0.1)
+    loss_of(model, batch(hvd.rank())).backward()
+    optimizer.step()
+    own = {parameter for group in optimizer.optim.param_groups for parameter in group["params"]}
+    for parameter in model.parameters():
+        assert (parameter.grad is not None) == (parameter in own)
+
+
+def test_a_closure(hvd: ModuleType) -> None:
+    ours, plain = net(), net()
+    optimizer = ZeroRedundancyOptimizer(ours.parameters(), SGD, reduce_gradients=True, lr=0.1)
+    reference = SGD(plain.parameters(), lr=0.1)
+
+    def evaluate(model: nn.Module, stepper: torch.optim.Optimizer, inputs: Tensor) -> float:
+        def closure() -> float:
+            stepper.zero_grad()
+            loss = loss_of(model, inputs)
+            loss.backward()
+            return loss.item()
+
+        return stepper.step(closure)  # type: ignore[return-value]
+
+    for step in range(2):
+        mine = evaluate(ours, optimizer, share(hvd, batch(step)))
+        whole = evaluate(plain, reference, batch(step))
+        assert hvd.allreduce(torch.tensor(mine)).item() == pytest.approx(whole)
+    assert difference(ours, plain) < 1e-6
+
+
+def test_a_rank_without_a_gradient_counts_as_zeros(hvd: ModuleType) -> None:
+    used, unused = torch.ones(3, requires_grad=True), torch.ones(2, requires_grad=True)
+    optimizer = ZeroRedundancyOptimizer([used, unused], SGD, reduce_gradients=True, lr=0.1, weight_decay=0.5)
+    if hvd.rank() == 0:
+        used.sum().backward()
+    optimizer.step()
+    torch.testing.assert_close(used.detach(), torch.full((3,), 1 - 0.1 * (1 / hvd.size() + 0.5)))
+    # As with the plain optimizer.
+    assert torch.equal(unused.detach(), torch.ones(2))
+
+
+@pytest.mark.mpi(min_size=2)
+def test_backward_between_clipping_and_step_is_refused(hvd: ModuleType) -> None:
+    model = net()
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), SGD, reduce_gradients=True, lr=0.1)
+    loss_of(model, batch(0)).backward()
+    hvd.clip_grad_norm_(optimizer, 1.0)
+    loss_of(model, batch(0)).backward()
+    with pytest.raises(UsageError, match="a backward pass ran after the gradients were reduced"):
+        optimizer.step()
+    optimizer.zero_grad()
+    loss_of(model, batch(0)).backward()
+    optimizer.step()
+    assert same_on_all_ranks(model.parameters())
+
+
+def test_clipping_is_for_the_owner_of_the_reduction(hvd: ModuleType) -> None:
+    optimizer = ZeroRedundancyOptimizer(net().parameters(), SGD, lr=0.1)
+    with pytest.raises(UsageError, match=r"use torch\.nn\.utils\.clip_grad_norm_"):
+        hvd.clip_grad_norm_(optimizer, 1.0)
+    optimizer = ZeroRedundancyOptimizer(net().parameters(), SGD, reduce_gradients=True, lr=0.1)
+    with pytest.raises(UsageError, match="norm_type must be > 0"):
+        hvd.clip_grad_norm_(optimizer, 1.0, 0)
+
+
+def test_more_ranks_than_parameters(hvd: ModuleType) -> None:
+    x = torch.ones(5, requires_grad=True)
+    optimizer = ZeroRedundancyOptimizer([x], Adam, reduce_gradients=True, lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    for _ in range(2):
+        optimizer.zero_grad()
+        scaler.scale((x * (hvd.rank() + 1)).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    assert same_on_all_ranks([x])
+    torch.testing.assert_close(x.detach(), torch.full((5,), 0.8), rtol=1e-4, atol=1e-4)
