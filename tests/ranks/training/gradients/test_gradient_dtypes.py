@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 from support.training.problem import same_on_all_ranks
+from support.training.ways import Wrapped
 from torch import Tensor, nn
 from torch.optim import SGD
 
 from hvlike.join import Join
-from hvlike.nn import DistributedDataParallel, allreduce_hook
 from hvlike.optim import ZeroRedundancyOptimizer
 
 has_grad_dtype = pytest.mark.skipif(not hasattr(torch.zeros(1), "grad_dtype"), reason="torch before 2.10")
@@ -35,27 +35,11 @@ class Model(nn.Module):
         return loss + (self.second.float() * factor).sum() if used else loss
 
 
-def distributed(hvd: ModuleType, model: Model, **options: Any) -> tuple[nn.Module, Any]:
-    plain = SGD(model.parameters(), lr=0.5, foreach=False)
-    return model, hvd.DistributedOptimizer(plain, model.named_parameters(), **options)
+def wrap(way: str, model: nn.Module, **options: Any) -> Wrapped:
+    return Wrapped(way, model, lr=0.5, foreach=False, **options)
 
 
-def of_a_module(hvd: ModuleType, model: Model) -> tuple[nn.Module, Any]:
-    ddp = DistributedDataParallel(model, find_unused_parameters=True)
-    return ddp, SGD(model.parameters(), lr=0.5, foreach=False)
-
-
-def of_a_hook(hvd: ModuleType, model: Model) -> tuple[nn.Module, Any]:
-    ddp, optimizer = of_a_module(hvd, model)
-    ddp.register_comm_hook(None, lambda state, bucket: allreduce_hook(state, bucket))
-    return ddp, optimizer
-
-
-def zero(hvd: ModuleType, model: Model) -> tuple[nn.Module, Any]:
-    return model, ZeroRedundancyOptimizer(model.parameters(), SGD, reduce_gradients=True, lr=0.5, foreach=False)
-
-
-WAYS = [distributed, of_a_module, of_a_hook, zero]
+WAYS = ["optimizer", "find unused", "hook", "zero"]
 
 
 def gradient_of(rank: int) -> float:
@@ -66,22 +50,17 @@ def mean(hvd: ModuleType) -> float:
     return sum(map(gradient_of, range(hvd.size()))) / hvd.size()
 
 
-def owns(optimizer: Any, parameter: Tensor) -> bool:
-    if not isinstance(optimizer, ZeroRedundancyOptimizer):
-        return True
-    return any(parameter is each for group in optimizer.optim.param_groups for each in group["params"])
-
-
 @has_grad_dtype
 @pytest.mark.parametrize("way", WAYS)
-def test_gradients_are_not_rounded(hvd: ModuleType, way: Callable[[ModuleType, Model], tuple[nn.Module, Any]]) -> None:
+def test_gradients_are_not_rounded(hvd: ModuleType, way: str) -> None:
     model = Model()
-    wrapped, optimizer = way(hvd, model)
+    wrapped = wrap(way, model)
+    optimizer = wrapped.optimizer
     for _ in range(2):
         optimizer.zero_grad()
-        wrapped(gradient_of(hvd.rank())).backward()
+        wrapped.module(gradient_of(hvd.rank())).backward()
         optimizer.step()
-        for parameter in filter(lambda each: owns(optimizer, each), model.parameters()):
+        for parameter in filter(wrapped.owns, model.parameters()):
             assert parameter.grad is not None
             assert parameter.grad.dtype is torch.float32
             torch.testing.assert_close(parameter.grad, torch.full_like(parameter.grad, mean(hvd)), rtol=1e-6, atol=0)
@@ -90,14 +69,15 @@ def test_gradients_are_not_rounded(hvd: ModuleType, way: Callable[[ModuleType, M
 
 @has_grad_dtype
 @pytest.mark.parametrize("way", WAYS)
-def test_a_rank_without_a_gradient(hvd: ModuleType, way: Callable[[ModuleType, Model], tuple[nn.Module, Any]]) -> None:
+def test_a_rank_without_a_gradient(hvd: ModuleType, way: str) -> None:
     model = Model()
-    wrapped, optimizer = way(hvd, model)
+    wrapped = wrap(way, model)
+    optimizer = wrapped.optimizer
     for step in range(4):
         optimizer.zero_grad()
-        wrapped(1 + STEP, used=step == 1 or hvd.rank() == 0).backward()
+        wrapped.module(1 + STEP, used=step == 1 or hvd.rank() == 0).backward()
         optimizer.step()
-        if step != 1 and owns(optimizer, model.second):
+        if step != 1 and wrapped.owns(model.second):
             assert model.second.grad is not None
             torch.testing.assert_close(
                 model.second.grad, torch.full((2, 3), (1 + STEP) / hvd.size()), rtol=1e-6, atol=0
@@ -107,13 +87,14 @@ def test_a_rank_without_a_gradient(hvd: ModuleType, way: Callable[[ModuleType, M
 
 @has_grad_dtype
 @pytest.mark.parametrize("way", WAYS)
-def test_ranks_that_have_joined(hvd: ModuleType, way: Callable[[ModuleType, Model], tuple[nn.Module, Any]]) -> None:
+def test_ranks_that_have_joined(hvd: ModuleType, way: str) -> None:
     model = Model()
-    wrapped, optimizer = way(hvd, model)
-    with Join([each for each in (wrapped, optimizer) if hasattr(each, "join_hook")]):
+    wrapped = wrap(way, model)
+    optimizer = wrapped.optimizer
+    with Join(wrapped.joinables):
         for _ in range(1 + hvd.rank()):
             optimizer.zero_grad()
-            wrapped(1.0).backward()
+            wrapped.module(1.0).backward()
             optimizer.step()
     assert same_on_all_ranks(model.parameters())
     steps = [sum(rank >= step for rank in range(hvd.size())) / hvd.size() for step in range(hvd.size())]
@@ -146,7 +127,7 @@ def test_a_share_of_absent_ranks(hvd: ModuleType) -> None:
 @has_grad_dtype
 def test_the_dtype_changes_between_steps(hvd: ModuleType) -> None:
     model = Model(torch.bfloat16)
-    _, optimizer = distributed(hvd, model)
+    optimizer = wrap("optimizer", model).optimizer
     for dtype in (torch.bfloat16, torch.float32, torch.float32, torch.bfloat16):
         optimizer.zero_grad()
         for each in model.parameters():
@@ -163,7 +144,7 @@ def test_the_dtype_changes_between_steps(hvd: ModuleType) -> None:
 @has_grad_dtype
 def test_any_dtype(hvd: ModuleType) -> None:
     model = Model(None)
-    _, optimizer = distributed(hvd, model)
+    optimizer = wrap("optimizer", model).optimizer
     for each in model.parameters():
         each.grad = torch.full(each.shape, gradient_of(hvd.rank()))
     optimizer.synchronize()
@@ -173,22 +154,23 @@ def test_any_dtype(hvd: ModuleType) -> None:
 @has_grad_dtype
 def test_adasum_reduces_changes_of_the_parameters(hvd: ModuleType) -> None:
     model = Model()
-    _, optimizer = distributed(hvd, model, op=hvd.Adasum)
+    optimizer = wrap("adasum", model).optimizer
     model(1.0, used=hvd.rank() == 0).backward()
     optimizer.step()
     assert same_on_all_ranks(model.parameters())
 
 
-@pytest.mark.parametrize("way", [distributed, zero])
+@pytest.mark.parametrize("way", ["optimizer", "zero"])
 @pytest.mark.parametrize("form", ["channels_last", "conjugate", "negative", "transposed"])
-def test_other_forms(hvd: ModuleType, way: Callable[[ModuleType, Any], tuple[nn.Module, Any]], form: str) -> None:
+def test_other_forms(hvd: ModuleType, way: str, form: str) -> None:
     """A gradient set by hand that lies otherwise in memory than its parameter, on some ranks."""
     value = torch.arange(24.0).view(2, 3, 2, 2)
     value = torch.complex(value, value + 1) if form == "conjugate" else value
     model = nn.Module()
     model.weight = nn.Parameter(torch.zeros_like(value))
     model.other = nn.Parameter(torch.zeros_like(value))
-    _, optimizer = way(hvd, model)  # type: ignore[arg-type]
+    wrapped = wrap(way, model)
+    optimizer = wrapped.optimizer
     forms: dict[str, Callable[[], Tensor]] = {
         "channels_last": lambda: value.clone(memory_format=torch.channels_last),
         "conjugate": lambda: value.clone().conj(),
@@ -201,7 +183,7 @@ def test_other_forms(hvd: ModuleType, way: Callable[[ModuleType, Any], tuple[nn.
         expected = gradient.resolve_conj().resolve_neg().contiguous()
         model.weight.grad = made() if hvd.rank() == 0 else expected.clone()
         optimizer.step()
-        if owns(optimizer, model.weight):
+        if wrapped.owns(model.weight):
             torch.testing.assert_close(model.weight.grad.resolve_conj().resolve_neg(), expected)
         assert model.other.grad is None
         optimizer.zero_grad()

@@ -1,7 +1,6 @@
 """What has no gradient on any rank keeps `.grad` None, its state and its value; if one rank has one, all get it."""
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
 
@@ -9,12 +8,11 @@ import pytest
 import torch
 from support.training.compressed import Doubles
 from support.training.problem import same_on_all_ranks
+from support.training.ways import Wrapped
 from torch import Tensor, nn
 from torch.optim import AdamW
 
 from hvlike.join import Join
-from hvlike.nn import DistributedDataParallel, allreduce_hook
-from hvlike.optim import ZeroRedundancyOptimizer, hook_with_zero_step
 
 KEYWORDS: dict[str, Any] = {"lr": 0.1, "weight_decay": 0.5}
 
@@ -33,44 +31,11 @@ class Model(nn.Module):
         return result + self.layers["one"](inputs) if "one" in used else result
 
 
-Wrapped = tuple[nn.Module, Any]
+WAYS = ["optimizer", "find unused", "hook", "zero", "ddp, zero", "zero in backward"]
 
 
-def distributed(hvd: ModuleType, model: Model, **options: Any) -> Wrapped:
-    return model, hvd.DistributedOptimizer(AdamW(model.parameters(), **KEYWORDS), model.named_parameters(), **options)
-
-
-def of_a_module(hvd: ModuleType, model: Model) -> Wrapped:
-    return DistributedDataParallel(model, find_unused_parameters=True), AdamW(model.parameters(), **KEYWORDS)
-
-
-def of_a_static_module(hvd: ModuleType, model: Model) -> Wrapped:
-    return DistributedDataParallel(model, static_graph=True), AdamW(model.parameters(), **KEYWORDS)
-
-
-def of_a_hook(hvd: ModuleType, model: Model) -> Wrapped:
-    ddp = DistributedDataParallel(model, find_unused_parameters=True)
-    ddp.register_comm_hook(None, lambda state, bucket: allreduce_hook(state, bucket))
-    return ddp, AdamW(model.parameters(), **KEYWORDS)
-
-
-def zero(hvd: ModuleType, model: Model) -> Wrapped:
-    return model, ZeroRedundancyOptimizer(model.parameters(), AdamW, reduce_gradients=True, **KEYWORDS)
-
-
-def zero_after_a_module(hvd: ModuleType, model: Model) -> Wrapped:
-    ddp = DistributedDataParallel(model, find_unused_parameters=True)
-    return ddp, ZeroRedundancyOptimizer(model.parameters(), AdamW, **KEYWORDS)
-
-
-def zero_in_backward(hvd: ModuleType, model: Model) -> Wrapped:
-    ddp = DistributedDataParallel(model, find_unused_parameters=True)
-    optimizer = ZeroRedundancyOptimizer(model.parameters(), AdamW, overlap_with_ddp=True, **KEYWORDS)
-    ddp.register_comm_hook(None, hook_with_zero_step(allreduce_hook, ddp, optimizer, warm_up=0))
-    return ddp, optimizer
-
-
-WAYS = [distributed, of_a_module, of_a_hook, zero, zero_after_a_module, zero_in_backward]
+def wrap(way: str, model: Model, **wrapper: Any) -> Wrapped:
+    return Wrapped(way, model, AdamW, wrapper, **KEYWORDS)
 
 
 def used_by(rank: int, step: int) -> str:
@@ -93,24 +58,21 @@ def inputs(rank: int) -> Tensor:
     return torch.full((2, 3), rank + 1.0)
 
 
-@contextmanager
-def ending(optimizer: Any) -> Iterator[None]:
-    yield
-    if not getattr(optimizer, "overlaps_with_ddp", False):
-        optimizer.step()
-
-
-def train(hvd: ModuleType, wrapped: nn.Module, optimizer: Any, steps: int) -> None:
+def train(hvd: ModuleType, wrapped: Wrapped, steps: int) -> None:
     for step in range(steps):
-        optimizer.zero_grad()
-        with ending(optimizer):
-            wrapped(inputs(hvd.rank()), used_by(hvd.rank(), step)).sum().backward()
+        wrapped.optimizer.zero_grad()
+        wrapped.module(inputs(hvd.rank()), used_by(hvd.rank(), step)).sum().backward()
+        if wrapped.way != "zero in backward":
+            wrapped.optimizer.step()
 
 
 def check(model: Model, plain: Model) -> None:
     assert same_on_all_ranks(model.parameters())
     for mine, its in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(mine, its, rtol=1e-5, atol=1e-6)
+
+
+def check_untouched(model: Model) -> None:
     for name in ("none", "frozen"):
         for parameter, untouched in zip(
             model.layers[name].parameters(), Model().layers[name].parameters(), strict=True
@@ -120,83 +82,71 @@ def check(model: Model, plain: Model) -> None:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_as_one_process(hvd: ModuleType, way: Callable[[ModuleType, Model], Wrapped]) -> None:
+def test_as_one_process(hvd: ModuleType, way: str) -> None:
     model = Model()
-    wrapped, optimizer = way(hvd, model)
-    train(hvd, wrapped, optimizer, steps=4)
+    wrapped = wrap(way, model)
+    train(hvd, wrapped, steps=4)
     check(model, reference([4] * hvd.size()))
-    state = {id(each) for each in optimizer.state}
+    check_untouched(model)
+    state = {id(each) for each in wrapped.optimizer.state}
     assert not state & {id(each) for name in ("none", "frozen") for each in model.layers[name].parameters()}
 
 
-@pytest.mark.parametrize("way", [distributed, of_a_module, of_a_hook, zero, zero_after_a_module])
-def test_in_a_join_context(hvd: ModuleType, way: Callable[[ModuleType, Model], Wrapped]) -> None:
+@pytest.mark.parametrize("way", WAYS[:-1])
+def test_in_a_join_context(hvd: ModuleType, way: str) -> None:
     model = Model()
-    wrapped, optimizer = way(hvd, model)
+    wrapped = wrap(way, model)
     counts = [2 + 2 * rank for rank in range(hvd.size())]
-    both = [each for each in (wrapped, optimizer) if hasattr(each, "join_hook")]
-    with Join(both):
-        train(hvd, wrapped, optimizer, counts[hvd.rank()])
-    assert same_on_all_ranks(model.parameters())
-    plain = reference(counts)
-    for mine, its in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(mine, its, rtol=1e-5, atol=1e-6)
+    with Join(wrapped.joinables):
+        train(hvd, wrapped, counts[hvd.rank()])
+    check(model, reference(counts))
 
 
 def test_in_a_static_graph(hvd: ModuleType) -> None:
     model = Model()
-    wrapped, optimizer = of_a_static_module(hvd, model)
+    wrapped = wrap("static graph", model)
     for _ in range(3):
-        optimizer.zero_grad()
-        wrapped(inputs(hvd.rank()), "").sum().backward()
-        optimizer.step()
+        wrapped.optimizer.zero_grad()
+        wrapped.module(inputs(hvd.rank()), "").sum().backward()
+        wrapped.optimizer.step()
     assert same_on_all_ranks(model.parameters())
     for name in ("one", "none"):
         assert torch.equal(model.layers[name].weight, Model().layers[name].weight)
 
 
-def test_with_a_compressor_of_the_program(hvd: ModuleType) -> None:
+@pytest.mark.parametrize(("way", "wrapper"), [("optimizer", {"compression": Doubles()}), ("adasum", {})])
+def test_what_is_reduced_otherwise(hvd: ModuleType, way: str, wrapper: dict[str, Any]) -> None:
+    """By a compressor of the program, or changes of parameters."""
     model = Model()
-    wrapped, optimizer = distributed(hvd, model, compression=Doubles())
-    train(hvd, wrapped, optimizer, steps=4)
+    train(hvd, wrap(way, model, **wrapper), steps=4)
     assert same_on_all_ranks(model.parameters())
-    assert torch.equal(model.layers["none"].weight, Model().layers["none"].weight)
+    check_untouched(model)
 
 
-def test_adasum(hvd: ModuleType) -> None:
+@pytest.mark.parametrize("way", ["optimizer", "zero"])
+def test_no_gradient_at_all(hvd: ModuleType, way: str) -> None:
     model = Model()
-    wrapped, optimizer = distributed(hvd, model, op=hvd.Adasum)
-    train(hvd, wrapped, optimizer, steps=4)
-    assert same_on_all_ranks(model.parameters())
-    for name in ("none", "frozen"):
-        assert torch.equal(model.layers[name].weight, Model().layers[name].weight)
-        assert model.layers[name].weight.grad is None
-
-
-def test_no_gradient_at_all(hvd: ModuleType) -> None:
-    for way in (distributed, zero):
-        model = Model()
-        _, optimizer = way(hvd, model)
-        for _ in range(2):
-            optimizer.step()
-        assert all(torch.equal(*pair) for pair in zip(model.parameters(), Model().parameters(), strict=True))
-        assert not optimizer.state
-
-
-def test_a_gradient_of_zeros_is_one(hvd: ModuleType) -> None:
-    for way in (distributed, zero):
-        model = Model()
-        _, optimizer = way(hvd, model)
-        if hvd.rank() == hvd.size() - 1:
-            model.layers["none"].weight.grad = torch.zeros(3, 3)
+    optimizer = wrap(way, model).optimizer
+    for _ in range(2):
         optimizer.step()
-        torch.testing.assert_close(model.layers["none"].weight, Model().layers["none"].weight * 0.95)
+    assert all(torch.equal(*pair) for pair in zip(model.parameters(), Model().parameters(), strict=True))
+    assert not optimizer.state
 
 
-@pytest.mark.parametrize("way", [distributed, zero])
-def test_some_sums_over_several_passes(hvd: ModuleType, way: Callable[[ModuleType, Model], Wrapped]) -> None:
+@pytest.mark.parametrize("way", ["optimizer", "zero"])
+def test_a_gradient_of_zeros_is_one(hvd: ModuleType, way: str) -> None:
+    model = Model()
+    optimizer = wrap(way, model).optimizer
+    if hvd.rank() == hvd.size() - 1:
+        model.layers["none"].weight.grad = torch.zeros(3, 3)
+    optimizer.step()
+    torch.testing.assert_close(model.layers["none"].weight, Model().layers["none"].weight * 0.95)
+
+
+@pytest.mark.parametrize("way", ["optimizer", "zero"])
+def test_some_sums_over_several_passes(hvd: ModuleType, way: str) -> None:
     model, plain = Model(), Model()
-    _, optimizer = way(hvd, model)
+    optimizer = wrap(way, model).optimizer
     its = AdamW(plain.parameters(), **KEYWORDS)
     for step in range(3):
         for each, stepper, ranks in ((model, optimizer, [hvd.rank()]), (plain, its, range(hvd.size()))):
@@ -204,23 +154,14 @@ def test_some_sums_over_several_passes(hvd: ModuleType, way: Callable[[ModuleTyp
             for rank in ranks:
                 (each(inputs(rank), used_by(rank, step)).sum() / len(ranks)).backward()
             stepper.step()
-    check_values(model, plain)
+    check(model, plain)
 
 
-def check_values(model: Model, plain: Model) -> None:
-    assert same_on_all_ranks(model.parameters())
-    for mine, its in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(mine, its, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("options", [{}, {"op": "Adasum"}, {"zero": True}], ids=["average", "adasum", "zero"])
-def test_what_a_scaler_looks_at_is_no_gradient(hvd: ModuleType, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("way", ["optimizer", "adasum", "zero"])
+def test_what_a_scaler_looks_at_is_no_gradient(hvd: ModuleType, way: str) -> None:
     """A scaler refuses an optimizer without gradients: what is put there for it is gone when the step is made."""
     model = Model()
-    if options.get("zero"):
-        _, optimizer = zero(hvd, model)
-    else:
-        _, optimizer = distributed(hvd, model, **({"op": hvd.Adasum} if options else {}))
+    optimizer = wrap(way, model).optimizer
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
     for _ in range(2):
         optimizer.zero_grad()

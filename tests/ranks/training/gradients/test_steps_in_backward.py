@@ -8,38 +8,12 @@ from typing import Any
 import pytest
 import torch
 from support.training.problem import largest_difference, loss_of, make_model, same_on_all_ranks, share, whole_batch
+from support.training.ways import Wrapped
 from torch import Tensor, nn
 
-import hvlike
 from hvlike.errors import UsageError
-from hvlike.nn import DistributedDataParallel
-from hvlike.optim import ZeroRedundancyOptimizer
 
 REASON = r"Gradients are reduced over the ranks after such hooks"
-
-
-class Wrapped:
-    """A model and its optimizer, wrapped in one of several ways."""
-
-    def __init__(self, way: str, module: nn.Module) -> None:
-        self.module = module
-        self.optimizer: Any = torch.optim.SGD(module.parameters(), lr=0.1)
-        if way == "ddp":
-            self.module = DistributedDataParallel(module)
-        elif way == "find":
-            self.module = DistributedDataParallel(module, find_unused_parameters=True)
-        elif way == "zero":
-            self.optimizer = ZeroRedundancyOptimizer(
-                module.parameters(), torch.optim.SGD, lr=0.1, reduce_gradients=True
-            )
-        else:
-            op = hvlike.Adasum if way == "adasum" else hvlike.Average
-            self.optimizer = hvlike.DistributedOptimizer(self.optimizer, module.named_parameters(), op=op)
-
-    def step(self, hvd: ModuleType, number: int) -> None:
-        self.optimizer.zero_grad()
-        loss_of(self.module, share(hvd, whole_batch(number))).backward()
-        self.optimizer.step()
 
 
 def apply(module: nn.Module) -> None:
@@ -70,7 +44,7 @@ def step_and_zero(module: nn.Module) -> None:
     step_and_forget(module, to_none=False)
 
 
-@pytest.mark.parametrize("way", ["optimizer", "adasum", "ddp", "find", "zero"])
+@pytest.mark.parametrize("way", ["optimizer", "adasum", "ddp", "find unused", "zero"])
 def test_applied_before_it_is_wrapped(hvd: ModuleType, way: str) -> None:
     module = make_model()
     apply(module)
@@ -78,7 +52,7 @@ def test_applied_before_it_is_wrapped(hvd: ModuleType, way: str) -> None:
         Wrapped(way, module)
 
 
-@pytest.mark.parametrize("way", ["optimizer", "ddp", "find"])
+@pytest.mark.parametrize("way", ["optimizer", "ddp", "find unused"])
 def test_applied_after_it_was_wrapped(hvd: ModuleType, way: str) -> None:
     """Before anything has changed."""
     module, untouched = make_model(), make_model()
@@ -91,7 +65,7 @@ def test_applied_after_it_was_wrapped(hvd: ModuleType, way: str) -> None:
 
 @pytest.mark.parametrize("steps", [None, 0, 3])
 @pytest.mark.parametrize("register", [step_and_take, step_and_zero])
-@pytest.mark.parametrize("way", ["optimizer", "ddp", "find"])
+@pytest.mark.parametrize("way", ["optimizer", "ddp", "find unused"])
 def test_hooks_that_step(hvd: ModuleType, way: str, register: Callable[[nn.Module], None], steps: int | None) -> None:
     """Before the model is wrapped, after it, and after some steps."""
     module = make_model()
@@ -122,7 +96,7 @@ def test_hooks_that_step_under_adasum(hvd: ModuleType) -> None:
         wrapped.step(hvd, 0)
 
 
-@pytest.mark.parametrize("way", ["optimizer", "ddp", "find"])
+@pytest.mark.parametrize("way", ["optimizer", "ddp", "find unused"])
 def test_in_a_pass_that_accumulates(hvd: ModuleType, way: str) -> None:
     module = make_model()
     step_and_take(module)
@@ -143,7 +117,7 @@ def halve(parameter: Tensor) -> None:
     parameter.grad.mul_(0.5)
 
 
-@pytest.mark.parametrize("way", ["optimizer", "ddp", "find", "zero"])
+@pytest.mark.parametrize("way", ["optimizer", "ddp", "find unused", "zero"])
 def test_hooks_that_do_not_step_may_stay(hvd: ModuleType, way: str) -> None:
     """They read gradients or change them in place, before the reduction."""
     module, expected = make_model(), make_model()
@@ -176,7 +150,7 @@ class NoGradient(torch.autograd.Function):
         return None
 
 
-@pytest.mark.parametrize("way", ["optimizer", "find"])
+@pytest.mark.parametrize("way", ["optimizer", "find unused"])
 def test_a_parameter_without_gradient_that_has_a_hook(hvd: ModuleType, way: str) -> None:
     module = make_model()
     module.register_parameter("rest", nn.Parameter(torch.ones(3)))
@@ -191,11 +165,11 @@ def test_a_parameter_without_gradient_that_has_a_hook(hvd: ModuleType, way: str)
     assert torch.equal(module.rest, torch.ones(3))
 
 
-@pytest.mark.parametrize("way", ["optimizer", "find"])
+@pytest.mark.parametrize("way", ["optimizer", "find unused"])
 def test_frozen_between_forward_and_backward(hvd: ModuleType, way: str) -> None:
     """Nobody has taken its gradient: there is none."""
     wrapped = Wrapped(way, make_model())
-    module = wrapped.module.module if way == "find" else wrapped.module
+    module = wrapped.module.module if way == "find unused" else wrapped.module
     layer = module.get_submodule("0")
     for parameter in layer.parameters():
         parameter.register_post_accumulate_grad_hook(lambda _: None)

@@ -81,6 +81,7 @@ def goes_on(training: Training, way: str, tried: Path) -> None:
         body()
 
 
+@pytest.mark.in_turn(6)
 @pytest.mark.parametrize("early", [False, True])
 @pytest.mark.parametrize("way", ["context", "call"])
 @pytest.mark.parametrize("what", ["optimizer", "zero", "allreduce"])

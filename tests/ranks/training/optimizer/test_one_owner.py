@@ -2,39 +2,18 @@
 
 from collections.abc import Callable, Mapping
 from types import ModuleType
-from typing import Any
 
 import pytest
 import torch
 from support.training.problem import largest_difference, loss_of, make_model, same_on_all_ranks, share, whole_batch
+from support.training.ways import Wrapped
 from torch import nn
 
 import hvlike
 from hvlike.errors import UsageError
 from hvlike.nn import DistributedDataParallel
 from hvlike.optim import ZeroRedundancyOptimizer
-
-
-class Wrapped:
-    """A model and what trains it, in one of several ways."""
-
-    def __init__(self, way: str, module: nn.Module) -> None:
-        parameters = list(module.parameters())
-        self.module = module
-        self.optimizer: Any = torch.optim.SGD(parameters, lr=0.1)
-        if way == "ddp":
-            self.module = DistributedDataParallel(module)
-        elif way == "zero":
-            self.optimizer = ZeroRedundancyOptimizer(parameters, torch.optim.SGD, lr=0.1, reduce_gradients=True)
-        else:
-            op = hvlike.Adasum if way == "adasum" else hvlike.Average
-            self.optimizer = hvlike.DistributedOptimizer(self.optimizer, module.named_parameters(), op=op)
-
-    def step(self, hvd: ModuleType, number: int = 0) -> None:
-        self.optimizer.zero_grad()
-        loss_of(self.module, share(hvd, whole_batch(number))).backward()
-        self.optimizer.step()
-
+from hvlike.training.distributed_optimizer import DistributedOptimizer
 
 WAYS = ["optimizer", "ddp", "zero", "adasum"]
 TWICE = r"The gradients of .* would be reduced twice: by this .*, and by a .* of the same parameters"
@@ -106,6 +85,7 @@ def test_an_optimizer_around_a_wrapped_module(hvd: ModuleType) -> None:
         optimizer.step()
 
 
+@pytest.mark.in_turn(8)
 @pytest.mark.parametrize("second", WAYS)
 @pytest.mark.parametrize("first", WAYS)
 def test_one_that_is_not_used_any_more(hvd: ModuleType, first: str, second: str) -> None:
@@ -194,6 +174,7 @@ def test_two_sets_of_ranks(hvd: ModuleType) -> None:
         hvd.remove_process_set(each)
 
 
+@pytest.mark.in_turn(8)
 @pytest.mark.parametrize("everything", [False, True])
 @pytest.mark.parametrize("second", WAYS)
 @pytest.mark.parametrize("first", WAYS)
@@ -232,3 +213,55 @@ def test_modules_that_share_one_frozen_layer(hvd: ModuleType) -> None:
         results.append(list(module.parameters()))
     assert largest_difference(*results) < 1e-6
     assert same_on_all_ranks(results[1])
+
+
+def test_one_backward_pass_feeds_two_unnamed_optimizers(hvd: ModuleType) -> None:
+    model = make_model()
+    parameters = list(model.parameters())
+    first = DistributedOptimizer(torch.optim.SGD(parameters[:2], lr=0.1))
+    second = DistributedOptimizer(torch.optim.AdamW(parameters[2:], lr=0.01))
+    for step in range(3):
+        first.zero_grad()
+        second.zero_grad()
+        loss_of(model, share(hvd, whole_batch(step))).backward()
+        first.step()
+        second.step()
+    assert same_on_all_ranks(parameters)
+    assert hvd.size() == 1 or first.gradients.reducers.name != second.gradients.reducers.name
+
+
+def test_optimizers_made_in_another_order_on_each_rank(hvd: ModuleType) -> None:
+    models = [make_model(seed) for seed in range(2)]
+    order = [0, 1] if hvd.rank() % 2 == 0 else [1, 0]
+    optimizers = {index: DistributedOptimizer(torch.optim.SGD(models[index].parameters(), lr=0.1)) for index in order}
+    for index, model in enumerate(models):
+        loss_of(model, share(hvd, whole_batch())).backward()
+        optimizers[index].step()
+    assert all(same_on_all_ranks(model.parameters()) for model in models)
+
+
+def step(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def test_it_is_told_by_what_it_wraps(hvd: ModuleType) -> None:
+    if hvd.size() == 1:
+        pytest.skip("one rank reduces nothing")
+    generator, critic, third = nn.Linear(2, 2), nn.Linear(2, 1), nn.Linear(2, 1)
+    before = set(hvd.statistics().waits)
+    for model, kind, names in (
+        (generator, torch.optim.Adamax, [("generator.weight", generator.weight), ("generator.bias", generator.bias)]),
+        (critic, torch.optim.Adamax, [("critic.weight", critic.weight), ("critic.bias", critic.bias)]),
+        (third, torch.optim.Rprop, None),
+        (third, torch.optim.Rprop, None),
+    ):
+        step(hvd.DistributedOptimizer(kind(model.parameters(), lr=0.1), named_parameters=names), model)
+    found = set(hvd.statistics().waits) - before
+    assert {
+        "DistributedOptimizer(Adamax, generator.weight)",
+        "DistributedOptimizer(Adamax, critic.weight)",
+        "DistributedOptimizer(Rprop)",
+        "DistributedOptimizer(Rprop) #2",
+    } <= found

@@ -1,18 +1,26 @@
-"""Optimizers and wrapped models in several threads: matched by the names they were given, or an error that says so."""
+"""Optimizers and wrapped models in several threads: matched by the names they were given, or an error that says so.
+
+A signal handler that raises in the middle of a step makes its rank leave it, and all ranks learn of it.
+"""
 
 import _thread
 import copy
+import signal
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+from support.training.problem import loss_of, make_model, same_on_all_ranks, whole_batch
+from support.training.ways import Wrapped
 from torch import nn
 from torch.optim import SGD
 
-from hvlike.errors import UsageError
+from hvlike.errors import HorovodInternalError, UsageError
 from hvlike.nn import DistributedDataParallel
 from hvlike.optim import ZeroRedundancyOptimizer
 
@@ -244,3 +252,63 @@ def test_copies_of_several_threads_cannot_be_told_apart_in_backward(hvd: ModuleT
     assert found[0] is None
     assert isinstance(found[1], UsageError)
     assert "used in several threads" in str(found[1])
+
+
+# -- signals ------------------------------------------------------------------------------------------
+
+
+class Late(Exception):
+    pass
+
+
+def refuse(number: int, frame: object) -> None:
+    raise Late
+
+
+@pytest.fixture
+def handler() -> Iterator[None]:
+    before = signal.signal(signal.SIGALRM, refuse)
+    yield
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.parametrize("way", ["optimizer", "adasum", "zero"])
+def test_a_signal_handler_that_raises_in_a_step(hvd: ModuleType, handler: None, tmp_path: Path, way: str) -> None:
+    left = Path(hvd.broadcast_object(str(tmp_path), 0)) / "left"
+    model = make_model()
+    optimizer = Wrapped(way, model).optimizer
+
+    def step(*, interrupted: bool = False) -> bool:
+        """Whether it has ended well."""
+        try:
+            optimizer.zero_grad()
+            loss_of(model, whole_batch()).backward()
+            if interrupted:
+                signal.setitimer(signal.ITIMER_REAL, 0.2)
+            optimizer.step()
+        except (Late, HorovodInternalError):
+            return False
+        return True
+
+    for _ in range(3):
+        assert step()
+    if hvd.rank() == 1:
+        # The others are not there yet: it waits for them.
+        assert not step(interrupted=True)
+        left.touch()
+        assert not step()
+    else:
+        while not left.exists():
+            time.sleep(0.01)
+        assert not (step() and step())
+    hvd.shutdown()
+    hvd.init()
+    if way == "zero":
+        optimizer = Wrapped(way, model).optimizer
+    else:
+        optimizer.abandon()
+    hvd.broadcast_parameters(model.state_dict(), 0)
+    for _ in range(2):
+        assert step()
+    assert same_on_all_ranks(model.parameters())
