@@ -1,15 +1,18 @@
-"""States of elastic training: what commit keeps, restore brings back and sync makes equal."""
+"""States of elastic training: what commit keeps and compares, restore brings back and sync makes equal."""
 
+import random
 from collections.abc import Callable
+from pathlib import Path
 from types import ModuleType
 
+import numpy as np
 import pytest
 import torch
 from support.training.problem import loss_of, make_model, same_on_all_ranks, share, whole_batch
 from torch import nn
 
-from hvlike.elastic import ElasticSampler, ObjectState, State, TorchState
-from hvlike.errors import ShapeMismatchError, UsageError
+from hvlike.elastic import ElasticSampler, ObjectState, RandomState, State, TorchState, run
+from hvlike.errors import HorovodInternalError, ShapeMismatchError, UsageError
 
 
 def test_the_attribute_is_there_and_starts_nothing(hvd: ModuleType) -> None:
@@ -156,3 +159,97 @@ def test_reset_and_callbacks(hvd: ModuleType) -> None:
 def test_a_state_without_its_own_methods_says_so(hvd: ModuleType) -> None:
     with pytest.raises(NotImplementedError, match="State does not define save"):
         State().commit()
+
+
+def draw() -> list[float]:
+    """One number of each generator."""
+    return [
+        torch.rand(1).item(),
+        random.random(),
+        float(np.random.rand()),  # noqa: NPY002
+        float(torch.nn.functional.dropout(torch.ones(64)).sum()),
+    ]
+
+
+def test_steps_that_are_repeated_draw_the_same(hvd: ModuleType) -> None:
+    for seed in (torch.manual_seed, random.seed, np.random.seed):
+        seed(100 + hvd.rank())
+    state = TorchState(random=RandomState(), step=0)
+    state.sync()
+    state.commit()
+    drawn = [draw() for _ in range(3)]
+    # As elastic.run does it after an error.
+    state.restore()
+    state.on_reset()
+    state.sync()
+    assert [draw() for _ in range(3)] == drawn
+    everybody = hvd.allgather_object(drawn)
+    assert len({tuple(first) for first, *_ in everybody}) == hvd.size(), "each rank has numbers of its own"
+
+
+def test_a_checkpoint_has_those_of_all_ranks(hvd: ModuleType, tmp_path: Path) -> None:
+    folder = hvd.broadcast_object(str(tmp_path))
+    torch.manual_seed(5 + hvd.rank())
+    hvd.checkpoint.save(folder, 1, random=RandomState())
+    drawn = draw()
+    draw()
+    hvd.checkpoint.load(folder, random=RandomState())
+    assert draw() == drawn
+
+
+LAST = 6
+
+
+@run
+def add_up(state: TorchState, hvd: ModuleType, faults: dict[int, object]) -> None:
+    """Each step adds 1 to the parameters of all ranks; does what a fault says, once, at the step it is for."""
+    while state.step < LAST:
+        state.step += 1
+        fault = faults.pop(state.step, None)
+        if isinstance(fault, Exception):
+            raise fault
+        with torch.no_grad():
+            for each in state.model.parameters():
+                each += 1 + (hvd.rank() == fault)
+        state.commit()
+
+
+def trained(hvd: ModuleType, faults: dict[int, object]) -> float:
+    """What the last parameter has got."""
+    model = nn.Linear(3, 2)
+    nn.init.zeros_(model.bias)
+    add_up(TorchState(model=model, step=0), hvd, faults)
+    return model.bias[1].item()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_wrong_sum_after_a_failure_is_taken_back(hvd: ModuleType, caplog: pytest.LogCaptureFixture) -> None:
+    # The last rank gets another value in the first step after the restart.
+    again = {3: HorovodInternalError("injected")}
+    faults = again | {4: hvd.size() - 1}
+    assert trained(hvd, faults) == LAST
+    assert not faults
+    text = next(each for each in caplog.messages if "MismatchError" in each)
+    assert "commit 4: parameter model.weight differs between ranks" in text
+    assert f"on ranks [{hvd.size() - 1}]" in text
+    assert "2 of 2 parameters differ" in text
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_difference_that_does_not_go_away_ends_the_run(hvd: ModuleType) -> None:
+    class Always(dict[int, object]):
+        def pop(self, step: int, *_: object) -> object:
+            return super().pop(step, hvd.size() - 1 if step > 3 else None)
+
+    with pytest.raises(HorovodInternalError, match=r"gives up: 4 failures .* commit 4: parameter model\.weight"):
+        trained(hvd, Always({3: HorovodInternalError("injected")}))
+
+
+@pytest.mark.mpi(min_size=2)
+def test_ranks_that_train_by_themselves_are_warned_once(hvd: ModuleType, caplog: pytest.LogCaptureFixture) -> None:
+    faults: dict[int, object] = {1: hvd.size() - 1, 2: hvd.size() - 1, 4: HorovodInternalError("injected"), 5: 0}
+    # After the restart all have what rank 0 has; in step 5 it adds 2.
+    assert trained(hvd, faults) == LAST + (hvd.rank() == 0)
+    warned = [each for each in caplog.messages if "differs between ranks" in each]
+    assert len(warned) == (hvd.rank() == 0)
+    assert all("all start from those of rank 0" in each for each in warned)
