@@ -10,19 +10,23 @@ import pytest
 
 @contextmanager
 def restarts(hvd: ModuleType) -> Iterator[Callable[[Mapping[str, str]], None]]:
-    """Gives what starts hvlike anew with other knobs; in the end it runs without them."""
-    changed: list[str] = []
+    """Gives what starts hvlike anew with other knobs; in the end it has those that the run was started with."""
+    before: dict[str, str | None] = {}
 
     def restart(knobs: Mapping[str, str]) -> None:
         hvd.shutdown()
-        changed.extend(knobs)
-        os.environ.update(knobs)
+        for name, value in knobs.items():
+            before.setdefault(name, os.environ.get(name))
+            os.environ[name] = value
         hvd.init()
 
     yield restart
     hvd.shutdown()
-    for name in changed:
-        os.environ.pop(name, None)
+    for name, value in before.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
     hvd.init()
 
 
