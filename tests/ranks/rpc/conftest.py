@@ -16,3 +16,21 @@ def rpc(hvd: ModuleType) -> Iterator[ModuleType]:
     yield rpc
     if rpc._is_current_rpc_agent_set():
         rpc.shutdown(timeout=60)
+
+
+@pytest.fixture
+def peer(hvd: ModuleType) -> int:
+    """The rank that this one calls; itself in a job of one rank."""
+    return (int(hvd.rank()) + 1) % int(hvd.size())
+
+
+@pytest.fixture
+def third(hvd: ModuleType, peer: int) -> int:
+    """The rank that the peer calls."""
+    return (peer + 1) % int(hvd.size())
+
+
+@pytest.fixture
+def name(hvd: ModuleType, request: pytest.FixtureRequest) -> str:
+    """A door, or a promise, that only this rank uses in this test."""
+    return f"{request.node.name} {hvd.rank()}"

@@ -1,15 +1,15 @@
-"""Arguments and results of calls: every kind of value there and back, through each form of call."""
+"""Arguments and results of calls: every kind of value there and back, through each form of call, always as a copy.
 
-from collections.abc import Callable
+What the pickler makes of every kind of object is in tests/unit/rpc.
+"""
+
+from collections.abc import Iterator
 from types import ModuleType
 from typing import Any, NamedTuple
 
-import numpy as np
 import pytest
 import torch
-from torch.nn.utils.rnn import pack_sequence
-
-Call = Callable[..., Any]
+from support.rpc.forms import FORMS, asynchronous, referred, synchronous
 
 
 class Pair(NamedTuple):
@@ -17,27 +17,12 @@ class Pair(NamedTuple):
     tensor: torch.Tensor
 
 
-class Block(torch.nn.Module):
-    """One parameter under two names, and a buffer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = torch.nn.Linear(3, 3)
-        self.second = torch.nn.Linear(3, 3)
-        self.second.weight = self.first.weight
-        self.register_buffer("steps", torch.arange(3))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = self.second(self.first(x))
-        return result
-
-
 def echo(*args: Any, **kwargs: Any) -> Any:
     return args, kwargs
 
 
-def give_back(*args: Any) -> Any:
-    return args[0] if len(args) == 1 else args
+def give_back(value: Any) -> Any:
+    return value
 
 
 def describe(tensor: torch.Tensor) -> dict[str, Any]:
@@ -54,43 +39,14 @@ def describe(tensor: torch.Tensor) -> dict[str, Any]:
     }
 
 
-def look_up(table: dict[torch.Tensor, str], key: torch.Tensor) -> str:
-    return table[key]
-
-
-def relations(first: torch.Tensor, others: list[torch.Tensor]) -> list[tuple[bool, bool]]:
-    """Of each: is it the first one, does it share its memory."""
-    memory = first.untyped_storage().data_ptr()
-    return [(other is first, other.untyped_storage().data_ptr() == memory) for other in others]
-
-
-def make_block() -> Block:
-    block = Block()
-    # Not by the seed: the main thread and a thread that serves would draw from one generator.
-    for parameter in block.parameters():
-        torch.nn.init.constant_(parameter, 0.5)
-    return block
-
-
-def run_block(block: Block, x: torch.Tensor) -> torch.Tensor:
-    assert block.first.weight is block.second.weight
-    result: torch.Tensor = block(x)
-    return result
-
-
 TENSORS = {
     "number": torch.tensor(2.5),
     "empty": torch.empty(0, 3),
     "transposed": torch.arange(12.0).view(3, 4).t(),
     "steps": torch.arange(24, dtype=torch.int16)[::5],
-    "expanded": torch.arange(3.0).expand(2, 3),
-    "bool": torch.tensor([True, False]),
     "bfloat16": torch.arange(4.0).to(torch.bfloat16),
-    "complex": torch.tensor([1 + 2j]),
     "leaf": torch.arange(4.0, requires_grad=True),
     "parameter": torch.nn.Parameter(torch.ones(2)),
-    "constant parameter": torch.nn.Parameter(torch.ones(2), requires_grad=False),
-    "sparse integers": torch.diag(torch.arange(3)).to_sparse(),
     "uncoalesced": torch.sparse_coo_tensor(
         torch.tensor([[1, 1]]), torch.tensor([1.0, 2.0]), (3,), check_invariants=True
     ),
@@ -98,42 +54,35 @@ TENSORS = {
 }
 
 
-@pytest.fixture
-def peer(hvd: ModuleType) -> int:
-    """The rank that this one calls; itself in a job of one rank."""
-    return (int(hvd.rank()) + 1) % int(hvd.size())
+@pytest.fixture(params=["peer", "itself"])
+def callee(hvd: ModuleType, peer: int, request: pytest.FixtureRequest) -> int:
+    """Another worker, and this one."""
+    return peer if request.param == "peer" else int(hvd.rank())
 
 
-@pytest.fixture
-def calls(rpc: ModuleType, peer: int) -> dict[str, Call]:
-    """The forms of call: each runs a function on the peer and returns the result."""
-    return {
-        "sync": lambda func, *args: rpc.rpc_sync(peer, func, args),
-        "async": lambda func, *args: rpc.rpc_async(peer, func, args).wait(),
-        "remote": lambda func, *args: rpc.remote(peer, func, args).to_here(),
-    }
+def test_arguments_are_any_sequence_and_those_by_name_may_be_left_out(rpc: ModuleType, peer: int) -> None:
+    for form in FORMS.values():
+        for args in (None, (), [1, "a"], (1, "a"), range(2), "ab"):
+            for kwargs in (None, {}, {"x": [1]}):
+                assert form(peer, echo, args, kwargs) == (tuple(args or ()), kwargs or {})
 
 
-def test_arguments_are_any_sequence(rpc: ModuleType, peer: int) -> None:
-    for args in (None, (), [1, "a"], (1, "a"), range(2), "ab"):
-        expected = (tuple(args or ()), {"x": 1})
-        assert rpc.rpc_sync(peer, echo, args, {"x": 1}) == expected
-        assert rpc.rpc_async(peer, echo, args, {"x": 1}).wait() == expected
-        assert rpc.remote(peer, echo, args, {"x": 1}).to_here() == expected
+def test_tensors_arrive_as_they_are_in_both_directions(rpc: ModuleType, callee: int) -> None:
+    for name, form in FORMS.items():
+        for kind, tensor in TENSORS.items():
+            assert form(callee, describe, (tensor,)) == describe(tensor), (name, kind)
+            arrived = form(callee, give_back, (tensor,))
+            assert describe(arrived) == describe(tensor), (name, kind)
+            if tensor.is_sparse:
+                assert arrived.is_coalesced() == tensor.is_coalesced()
+                assert torch.equal(arrived._indices(), tensor._indices())
 
 
-def test_arguments_by_name_may_be_left_out(rpc: ModuleType, peer: int) -> None:
-    for kwargs in (None, {}, {"x": [1]}):
-        assert rpc.rpc_sync(peer, echo, kwargs=kwargs) == ((), kwargs or {})
-        assert rpc.rpc_async(peer, echo, (1, 2), kwargs).wait() == ((1, 2), kwargs or {})
-        assert rpc.remote(peer, echo, (1, 2), kwargs).to_here() == ((1, 2), kwargs or {})
-
-
-def test_containers_within_containers(calls: dict[str, Call]) -> None:
-    for call in calls.values():
+def test_containers_within_containers(rpc: ModuleType, peer: int) -> None:
+    for form in FORMS.values():
         tensor = torch.arange(3.0)
         sent = {"list": [1, (2, None), {3}], "pair": Pair(4, tensor), "deep": [[[tensor]]], "text": "ü", "bytes": b"\0"}
-        arrived = call(give_back, sent)
+        arrived = form(peer, give_back, (sent,))
         assert arrived["list"] == sent["list"]
         assert type(arrived["pair"]) is Pair
         assert arrived["pair"].tensor is arrived["deep"][0][0][0]
@@ -141,86 +90,32 @@ def test_containers_within_containers(calls: dict[str, Call]) -> None:
         assert (arrived["text"], arrived["bytes"]) == ("ü", b"\0")
 
 
-def test_tensors_are_keys(calls: dict[str, Call]) -> None:
-    for call in calls.values():
-        key = torch.ones(2)
-        assert call(look_up, {key: "found"}, key) == "found"
-        table, other = call(give_back, {key: "found"}, key)
-        assert table[other] == "found"
-
-
-def test_one_tensor_twice_and_views_of_one_storage(calls: dict[str, Call]) -> None:
-    for call in calls.values():
-        base = torch.zeros(4, 4)
-        others = [base, base[1], base.t(), base.clone()]
-        expected = [(True, True), (False, True), (False, True), (False, False)]
-        assert call(relations, base, others) == expected
-        first, arrived = call(give_back, base, others)
-        assert relations(first, arrived) == expected
-        arrived[1].fill_(1)
-        assert first.sum() == 4
-
-
-def test_tensors_arrive_as_they_are_in_both_directions(calls: dict[str, Call]) -> None:
-    for form, call in calls.items():
-        for name, tensor in TENSORS.items():
-            assert call(describe, tensor) == describe(tensor), (form, name)
-            arrived = call(give_back, tensor)
-            assert describe(arrived) == describe(tensor), (form, name)
-            if tensor.is_sparse:
-                assert arrived.is_coalesced() == tensor.is_coalesced()
-                assert torch.equal(arrived._indices(), tensor._indices())
-
-
-def test_a_result_of_a_graph_arrives_as_a_leaf(hvd: ModuleType, calls: dict[str, Call]) -> None:
-    if hvd.size() == 1:
-        # On its owner a value is not copied.
-        del calls["remote"]
-    for call in calls.values():
+def test_a_result_of_a_graph_arrives_as_a_leaf(hvd: ModuleType, rpc: ModuleType, peer: int) -> None:
+    # On its owner a value is not copied.
+    for form in (synchronous, asynchronous) if hvd.size() == 1 else FORMS.values():
         weight = torch.ones(2, requires_grad=True)
-        assert call(describe, weight * 2)["leaf"]
-        arrived = call(torch.mul, weight, 3)
+        assert form(peer, describe, (weight * 2,))["leaf"]
+        arrived = form(peer, torch.mul, (weight, 3))
         assert arrived.requires_grad
         assert arrived.is_leaf
         arrived.sum().backward()
         assert weight.grad is None
 
 
-def test_modules_are_arguments_and_results(calls: dict[str, Call]) -> None:
-    for call in calls.values():
-        x = torch.arange(3.0)
-        mine = make_block()
-        assert torch.equal(call(run_block, mine, x), mine(x))
-        theirs = call(make_block)
-        assert type(theirs) is Block
-        assert theirs.first.weight is theirs.second.weight
-        assert type(theirs.first.weight) is torch.nn.Parameter
-        assert torch.equal(theirs(x), mine(x))
-
-
-def test_packed_sequences_and_arrays(calls: dict[str, Call]) -> None:
-    for call in calls.values():
-        sequence, array = pack_sequence([torch.arange(3.0), torch.arange(2.0)]), np.arange(2000.0).reshape(2, 1000)
-        arrived, numbers = call(give_back, sequence, array)
-        assert type(arrived) is type(sequence)
-        assert torch.equal(arrived.data, sequence.data)
-        assert np.array_equal(numbers, array)
-
-
-def test_tensors_of_any_size(calls: dict[str, Call]) -> None:
-    for call in calls.values():
+def test_tensors_of_any_size(rpc: ModuleType, callee: int) -> None:
+    for form in FORMS.values():
         for length in (1, 1023, 1025, 100_000, 1 << 20):
             tensor = torch.arange(length, dtype=torch.int32)
-            arrived = call(give_back, tensor)
+            arrived = form(callee, give_back, (tensor,))
             assert torch.equal(arrived, tensor)
             arrived += 1
             assert int(tensor[0]) == 0
 
 
-def test_many_tensors_in_one_message(calls: dict[str, Call]) -> None:
-    for call in calls.values():
+def test_many_tensors_in_one_message(rpc: ModuleType, peer: int) -> None:
+    for form in FORMS.values():
         tensors = [torch.full((number * 37,), number) for number in range(60)]
-        assert all(torch.equal(*pair) for pair in zip(call(give_back, tensors), tensors, strict=True))
+        assert all(torch.equal(*pair) for pair in zip(form(peer, give_back, (tensors,)), tensors, strict=True))
 
 
 def test_tensors_may_change_once_the_future_is_done(rpc: ModuleType, peer: int) -> None:
@@ -230,3 +125,52 @@ def test_tensors_may_change_once_the_future_is_done(rpc: ModuleType, peer: int) 
     kept.to_here()
     tensor.fill_(1)
     assert kept.to_here().sum() == 0
+
+
+KEPT: dict[str, Any] = {}
+
+
+@pytest.fixture
+def kept_values() -> Iterator[dict[str, Any]]:
+    """What this worker keeps."""
+    KEPT.update(tensor=torch.zeros(3), list=[1])
+    yield KEPT
+    KEPT.clear()
+
+
+def kept(name: str) -> Any:
+    return KEPT[name]
+
+
+def is_kept(value: Any, name: str) -> bool:
+    return value is KEPT[name]
+
+
+def change(tensor: torch.Tensor, numbers: list[int]) -> tuple[torch.Tensor, list[int]]:
+    """Change the arguments in place and return them."""
+    tensor.fill_(1)
+    numbers.append(2)
+    return tensor, numbers
+
+
+def test_a_worker_that_calls_itself_copies_arguments_and_results(
+    hvd: ModuleType, rpc: ModuleType, kept_values: dict[str, Any]
+) -> None:
+    me = hvd.rank()
+    for form in FORMS.values():
+        for length in (3, 100_000):
+            tensor, numbers = torch.zeros(length), [1]
+            changed, longer = form(me, change, (tensor, numbers))
+            assert (changed == 1).all()
+            assert longer == [1, 2]
+            assert not tensor.any()
+            assert numbers == [1]
+        for name, value in kept_values.items():
+            assert not form(me, is_kept, (value, name))
+    for form in (synchronous, asynchronous):
+        form(me, kept, ("tensor",)).fill_(5)
+        form(me, kept, ("list",)).append(3)
+        assert not kept_values["tensor"].any()
+        assert kept_values["list"] == [1]
+    # A result that is kept on its owner is the object itself.
+    assert referred(me, kept, ("list",)) is kept_values["list"]

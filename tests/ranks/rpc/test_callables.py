@@ -1,16 +1,17 @@
-"""What can be called: anything that has a name on both workers; and what happens to the rest."""
+"""What can be called: what has a name on both workers, anything with cloudpickle; and what happens to the rest."""
 
 import pickle
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+from support.rpc.forms import FORMS, asynchronous, synchronous
 
-Start = Callable[..., Callable[[], Any]]
+import hvlike.rpc
 
 
 class Counter:
@@ -31,12 +32,6 @@ class Counter:
     def name(cls) -> str:
         return cls.__name__
 
-    class Inner:
-        def __eq__(self, other: object) -> bool:
-            return type(other) is type(self)
-
-        __hash__ = None  # type: ignore[assignment]
-
 
 class OnlyThere:
     """Exists on one worker alone while a test says so."""
@@ -54,123 +49,119 @@ def make_only_there(name: str) -> Any:
     return made()
 
 
-@pytest.fixture
-def peer(hvd: ModuleType) -> int:
-    """The rank that this one calls; itself in a job of one rank."""
-    return (int(hvd.rank()) + 1) % int(hvd.size())
+def run(func: Callable[..., Any], *args: Any) -> Any:
+    return func(*args)
 
 
-@pytest.fixture
-def starts(rpc: ModuleType, peer: int) -> dict[str, Start]:
-    """The forms of call: each starts one on the peer and returns what waits for the result."""
-
-    def sync(func: Any, *args: Any) -> Callable[[], Any]:
-        result = rpc.rpc_sync(peer, func, args)
-        return lambda: result
-
-    return {
-        "sync": sync,
-        "async": lambda func, *args: rpc.rpc_async(peer, func, args).wait,
-        "remote": lambda func, *args: rpc.remote(peer, func, args).to_here,
-    }
+def adder(number: int) -> Callable[[int], int]:
+    """A result that has no name."""
+    return lambda other: number + other
 
 
-def test_callables_travel_by_name(starts: dict[str, Start]) -> None:
-    for start in starts.values():
-        assert start(min, 3, 2)() == 2
-        assert start(dict, [(1, 2)])() == {1: 2}
-        assert start(Counter.double, 4)() == 8
-        assert start(Counter.name)() == "Counter"
-        assert start(Counter(3).plus, 4)() == 7
-        assert start(Counter(3), 4)() == 12
-        assert start(Counter.Inner)() == Counter.Inner()
-        assert start("abc".upper)() == "ABC"
+def test_callables_travel_by_name(rpc: ModuleType, peer: int) -> None:
+    for form in FORMS.values():
+        assert form(peer, min, (3, 2)) == 2
+        assert form(peer, dict, ([(1, 2)],)) == {1: 2}
+        assert form(peer, Counter.double, (4,)) == 8
+        assert form(peer, Counter.name) == "Counter"
+        assert form(peer, Counter(3).plus, (4,)) == 7
+        assert form(peer, Counter(3), (4,)) == 12
+        assert form(peer, "abc".upper) == "ABC"
 
 
-def test_functions_of_torch(starts: dict[str, Start]) -> None:
+def test_functions_and_modules_of_torch(rpc: ModuleType, peer: int) -> None:
     ones = torch.ones(2, 2)
     table: list[tuple[Callable[..., Any], tuple[Any, ...]]] = [
         (torch.add, (ones, 1)),
-        (torch.nonzero, (torch.tensor([0, 1, 1]),)),
         (torch.stack, ([ones, ones + 1],)),
         (torch.linalg.multi_dot, ([ones, ones, ones],)),
         (torch.nn.functional.relu, (ones - 2,)),
         (torch.Tensor.add, (ones, 1)),
         (ones.mul, (4,)),
     ]
-    for start in starts.values():
+    for form in FORMS.values():
         for func, args in table:
-            assert torch.equal(start(func, *args)(), func(*args)), func
-        assert [part.tolist() for part in start(torch.split, torch.arange(5), 2)()] == [[0, 1], [2, 3], [4]]
-
-
-def test_module_classes_make_modules(starts: dict[str, Start]) -> None:
-    for start in starts.values():
-        layer = start(torch.nn.Linear, 2, 3)()
+            assert torch.equal(form(peer, func, args), func(*args)), func
+        assert [part.tolist() for part in form(peer, torch.split, (torch.arange(5), 2))] == [[0, 1], [2, 3], [4]]
+        layer = form(peer, torch.nn.Linear, (2, 3))
         assert type(layer) is torch.nn.Linear
         assert layer(torch.ones(2)).shape == (3,)
 
 
-def test_what_cannot_be_called_is_refused_at_the_call(starts: dict[str, Start]) -> None:
-    for start in starts.values():
-        for func in (1, "min", None, torch.ones(1)):
-            with pytest.raises(TypeError, match=r"function should be callable\."):
-                start(func)
-
-
-def test_functions_without_a_name_are_refused_at_the_call(starts: dict[str, Start]) -> None:
+def test_what_cannot_travel_is_refused_at_the_call(rpc: ModuleType, peer: int) -> None:
     def local() -> None:
         pass
 
-    for start in starts.values():
+    not_pickled = (AttributeError, pickle.PicklingError)
+    for form in (rpc.rpc_sync, rpc.rpc_async, rpc.remote):
+        for func in (1, "min", None, torch.ones(1)):
+            with pytest.raises(TypeError, match=r"function should be callable\."):
+                form(peer, func)
         for func in (local, lambda: None):
-            with pytest.raises((AttributeError, pickle.PicklingError), match="local object"):
-                start(func)
-            with pytest.raises((AttributeError, pickle.PicklingError), match="local object"):
-                start(len, [torch.ones(5000), func])
-        assert start(len, [1])() == 1
+            with pytest.raises(not_pickled, match="local object"):
+                form(peer, func)
+            with pytest.raises(not_pickled, match="local object"):
+                form(peer, len, ([torch.ones(5000), func],))
+        future: torch.futures.Future[int] = torch.futures.Future()
+        for argument in (future, [future], rpc.rpc_async(peer, max, (1, 2))):
+            with pytest.raises(RuntimeError, match=r"Can not pickle torch\.futures\.Future"):
+                form(peer, print, (argument,))
+    assert rpc.rpc_sync(peer, len, ([1],)) == 1
 
 
-def test_futures_are_refused_at_the_call(starts: dict[str, Start]) -> None:
-    for start in starts.values():
-        with pytest.raises(RuntimeError, match=r"Can not pickle torch\.futures\.Future"):
-            start(len, [torch.futures.Future()])
-        assert start(len, [1])() == 1
-
-
-def test_results_that_cannot_travel_are_errors_of_the_caller(hvd: ModuleType, starts: dict[str, Start]) -> None:
-    if hvd.size() == 1:
-        # On its owner a value does not travel.
-        del starts["remote"]
+def test_results_that_cannot_travel_are_errors_of_the_caller(hvd: ModuleType, rpc: ModuleType, peer: int) -> None:
     texts = {"lambda": "local object", "lock": "cannot pickle", "future": r"Can not pickle torch\.futures\.Future"}
-    for start in starts.values():
+    # On its owner a value does not travel.
+    for form in (synchronous, asynchronous) if hvd.size() == 1 else FORMS.values():
         for what, text in texts.items():
             with pytest.raises(RuntimeError, match=text):
-                start(get, what)()
-            assert start(len, [1])() == 1
+                form(peer, get, (what,))
+            assert form(peer, len, ([1],)) == 1
 
 
 @pytest.mark.mpi(min_size=2)
-def test_a_function_that_the_callee_lacks_is_a_runtime_error(
-    hvd: ModuleType, starts: dict[str, Start], monkeypatch: pytest.MonkeyPatch
+def test_what_the_other_worker_lacks_is_a_runtime_error(
+    hvd: ModuleType, rpc: ModuleType, peer: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    name = f"only_on_{hvd.rank()}"
-
     def only_here() -> None:
         pass
 
-    only_here.__qualname__ = name
-    monkeypatch.setattr(sys.modules[__name__], name, only_here, raising=False)
-    for start in starts.values():
-        with pytest.raises(RuntimeError, match=rf"{name}[\s\S]*RPC pickler does not serialize"):
-            start(only_here)()
-        assert start(len, [1])() == 1
+    only_here.__qualname__ = f"only_on_{hvd.rank()}"
+    monkeypatch.setattr(sys.modules[__name__], only_here.__qualname__, only_here, raising=False)
+    made = f"MadeFor{hvd.rank()}"
+    for form in FORMS.values():
+        with pytest.raises(RuntimeError, match=rf"{only_here.__qualname__}[\s\S]*RPC pickler does not serialize"):
+            form(peer, only_here)
+        with pytest.raises(RuntimeError, match=rf"{made}[\s\S]*RPC pickler does not serialize"):
+            form(peer, make_only_there, (made,))
+        assert form(peer, len, ([1],)) == 1
 
 
-@pytest.mark.mpi(min_size=2)
-def test_a_result_whose_class_the_caller_lacks_is_a_runtime_error(hvd: ModuleType, starts: dict[str, Start]) -> None:
-    name = f"MadeFor{hvd.rank()}"
-    for start in starts.values():
-        with pytest.raises(RuntimeError, match=rf"{name}[\s\S]*RPC pickler does not serialize"):
-            start(make_only_there, name)()
-        assert start(len, [1])() == 1
+@pytest.fixture
+def cloudpickle(hvd: ModuleType) -> Iterator[ModuleType]:
+    """A session with the option cloudpickle."""
+    pytest.importorskip("cloudpickle")
+    options = hvlike.rpc.RpcBackendOptions(cloudpickle=True)
+    hvlike.rpc.init_rpc(f"worker{hvd.rank()}", rpc_backend_options=options)
+    yield hvlike.rpc
+    hvlike.rpc.shutdown(timeout=60)
+
+
+def test_what_has_no_name_travels_with_cloudpickle(hvd: ModuleType, cloudpickle: ModuleType, peer: int) -> None:
+    weight: torch.Tensor = torch.arange(3.0) + hvd.rank()
+
+    class Local:
+        def __init__(self, value: torch.Tensor) -> None:
+            self.value = value
+
+        def double(self) -> torch.Tensor:
+            return self.value.mul(2)
+
+    for form in FORMS.values():
+        assert torch.equal(form(peer, lambda factor: weight.mul(factor), (2,)), weight * 2)
+        assert form(peer, run, (lambda x: x + 1, 7)) == 8
+        assert form(peer, adder, (3,))(4) == 7
+        assert form(peer, Local(torch.ones(2)).double).tolist() == [2, 2]
+        assert type(form(peer, run, (Local, torch.ones(2)))).__name__ == "Local"
+        # What has a name still travels by it.
+        assert form(peer, run, (type, run)) is type(run)

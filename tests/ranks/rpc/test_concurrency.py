@@ -1,13 +1,13 @@
-"""Calls at the same time: many at once, within each other, from several threads, while the main thread is elsewhere."""
+"""Calls at once: within each other, from several threads, beside collectives, while the main thread is elsewhere."""
 
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import ModuleType
-from typing import Any
 
-import pytest
 import torch
-from support.rpc.doors import door, open_door, pass_door, passes
+from support.rpc.doors import door, open_door, pass_door, wait_for
 
 import hvlike.rpc
 
@@ -66,43 +66,6 @@ def ring(turns: int) -> int:
     return result
 
 
-def is_main_thread() -> bool:
-    return threading.current_thread() is threading.main_thread()
-
-
-def square(number: int) -> int:
-    return number * number
-
-
-@pytest.fixture
-def peer(hvd: ModuleType) -> int:
-    """The rank that this one calls; itself in a job of one rank."""
-    return (int(hvd.rank()) + 1) % int(hvd.size())
-
-
-@pytest.fixture
-def name(hvd: ModuleType, request: pytest.FixtureRequest) -> str:
-    """A door at which only calls of this rank in this test wait."""
-    return f"{request.node.name} {hvd.rank()}"
-
-
-def wait_for(condition: Any) -> None:
-    end = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.002)
-
-
-def test_a_thousand_calls_at_once(hvd: ModuleType, rpc: ModuleType) -> None:
-    futures = [rpc.rpc_async(number % hvd.size(), square, (number,)) for number in range(1000)]
-    assert torch.futures.wait_all(futures) == [number * number for number in range(1000)]
-
-
-def test_functions_do_not_run_in_the_main_thread(rpc: ModuleType, peer: int) -> None:
-    assert not rpc.rpc_sync(peer, is_main_thread)
-    assert not rpc.rpc_async(peer, is_main_thread).wait()
-
-
 def test_no_more_functions_run_at_once_than_there_are_threads(rpc: ModuleType, hvd: ModuleType, name: str) -> None:
     # Everyone is its own callee: on a shared one the calls of all would share the threads.
     futures = [rpc.rpc_async(hvd.rank(), stay, (name,)) for _ in range(THREADS + 10)]
@@ -111,44 +74,15 @@ def test_no_more_functions_run_at_once_than_there_are_threads(rpc: ModuleType, h
     assert max(torch.futures.wait_all(futures)) == THREADS
 
 
-def test_waiting_functions_do_not_keep_others_from_running(rpc: ModuleType, peer: int, name: str) -> None:
-    waiting = [rpc.rpc_async(peer, pass_door, (name, number)) for number in range(3)]
-    assert rpc.rpc_sync(peer, passes, (name,)) == 0
-    rpc.rpc_sync(peer, open_door, (name,))
-    assert torch.futures.wait_all(waiting) == [0, 1, 2]
-
-
 def test_functions_call_back(hvd: ModuleType, rpc: ModuleType, peer: int) -> None:
     me = hvd.rank()
     assert rpc.rpc_sync(peer, bounce, (6, me)) == [peer, me, peer, me, peer, me, peer]
-
-
-def test_functions_call_on_around_the_ring(rpc: ModuleType, peer: int) -> None:
-    assert rpc.rpc_sync(peer, ring, (8,)) == 8
 
 
 def test_functions_that_all_wait_for_each_other(rpc: ModuleType, peer: int) -> None:
     # Every rank at the same time: each has threads that wait for the next one's.
     futures = [rpc.rpc_async(peer, ring, (3,)) for _ in range(3)]
     assert torch.futures.wait_all(futures) == [3, 3, 3]
-
-
-def test_calls_of_several_threads(rpc: ModuleType, hvd: ModuleType) -> None:
-    wrong: list[Any] = []
-
-    def work(number: int) -> None:
-        for turn in range(20):
-            to = (number + turn) % hvd.size()
-            tensor = torch.full((number + 1000,), float(turn))
-            if not torch.equal(rpc.rpc_sync(to, torch.add, (tensor, number)), tensor + number):
-                wrong.append((number, turn))
-
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert wrong == []
 
 
 def test_a_worker_that_is_busy_elsewhere_serves(hvd: ModuleType, rpc: ModuleType, peer: int, name: str) -> None:
@@ -163,7 +97,77 @@ def test_a_worker_that_is_busy_elsewhere_serves(hvd: ModuleType, rpc: ModuleType
     caller.join()
 
 
-def test_calls_of_both_directions_at_once(hvd: ModuleType, rpc: ModuleType) -> None:
-    tensor = torch.arange(200_000.0)
-    futures = [rpc.rpc_async(to, torch.neg, (tensor,)) for to in range(hvd.size()) for _ in range(3)]
-    assert all(torch.equal(result, -tensor) for result in torch.futures.wait_all(futures))
+LENGTH = 20_000
+
+
+@contextmanager
+def traffic(rpc: ModuleType, rank: int, size: int) -> Iterator[None]:
+    """A thread calls everybody with small and large tensors meanwhile, a few times at least."""
+    stop = threading.Event()
+    failures: list[BaseException] = []
+
+    def call() -> None:
+        calls = 0
+        try:
+            while calls < 20 or not stop.is_set():
+                length = LENGTH if calls % 5 == 0 else 10
+                answer = rpc.rpc_sync((rank + calls) % size, torch.add, (torch.ones(length), calls))
+                assert (answer == calls + 1).all()
+                calls += 1
+                # Leaves the interpreter to the main thread.
+                time.sleep(0.001)
+        except BaseException as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=call)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
+    if failures:
+        raise failures[0]
+
+
+def test_collectives_in_the_main_thread_while_calls_run(hvd: ModuleType, rpc: ModuleType) -> None:
+    rank, size = hvd.rank(), hvd.size()
+    with traffic(rpc, rank, size):
+        for step in range(15):
+            total = hvd.allreduce(torch.full((LENGTH,), float(rank + step)), op=hvd.Sum)
+            assert (total == sum(range(size)) + size * step).all()
+            assert hvd.broadcast(torch.tensor(rank), root_rank=size - 1) == size - 1
+            assert hvd.allgather(torch.tensor([rank])).tolist() == list(range(size))
+
+
+def train(hvd: ModuleType, steps: int) -> torch.Tensor:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(30, 100), torch.nn.Tanh(), torch.nn.Linear(100, 1))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
+    torch.manual_seed(1 + hvd.rank())
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(torch.randn(8, 30)).square().mean().backward()
+        optimizer.step()
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+
+
+def test_a_training_while_calls_run_gives_the_same_weights(hvd: ModuleType, rpc: ModuleType) -> None:
+    alone = train(hvd, 5)
+    with traffic(rpc, hvd.rank(), hvd.size()):
+        assert torch.equal(train(hvd, 5), alone)
+
+
+def sum_of_all(name: str, value: float) -> float:
+    """A collective inside handlers: every worker runs one."""
+    import hvlike
+
+    return float(hvlike.allreduce(torch.tensor([value]), op=hvlike.Sum, name=name))
+
+
+def test_handlers_meet_in_a_collective(hvd: ModuleType, rpc: ModuleType) -> None:
+    rank, size = hvd.rank(), hvd.size()
+    # Every rank has all ranks meet, under a name of its own.
+    futures = [rpc.rpc_async(other, sum_of_all, (f"meeting {rank}", float(other))) for other in range(size)]
+    assert torch.futures.wait_all(futures) == [float(sum(range(size)))] * size
+    hvd.barrier()

@@ -1,21 +1,25 @@
-"""The futures of rpc_async: torch's own in every respect that programs use."""
+"""Futures of both sides: those of rpc_async are torch's own; a function marked async_execution gives its worker one.
 
+What is torch's own about them is in tests/unit/rpc/test_promises.py.
+"""
+
+import pickle
 import threading
+from collections.abc import Callable
 from functools import partial
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
-from support.rpc.doors import open_door, pass_door
+from support.rpc.doors import await_promise, break_promise, keep_promise, open_door, pass_door
+from support.rpc.forms import FORMS, Form, referred
 
 import hvlike.rpc
+from hvlike.rpc.agent.futures import async_execution, is_async
 
 Future = torch.futures.Future
-
-
-def give_a_future() -> Any:
-    return torch.futures.Future()
+EACH_FORM = pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 
 
 def ask_on(to: int, value: int, future: Any) -> int:
@@ -23,41 +27,22 @@ def ask_on(to: int, value: int, future: Any) -> int:
     return int(hvlike.rpc.rpc_sync(to, max, (future.wait(), value)))
 
 
-@pytest.fixture
-def peer(hvd: ModuleType) -> int:
-    """The rank that this one calls; itself in a job of one rank."""
-    return (int(hvd.rank()) + 1) % int(hvd.size())
-
-
-@pytest.fixture
-def name(hvd: ModuleType, request: pytest.FixtureRequest) -> str:
-    """A door at which only calls of this rank in this test wait."""
-    return f"{request.node.name} {hvd.rank()}"
-
-
-def test_it_is_a_future_of_torch(rpc: ModuleType, peer: int, name: str) -> None:
-    future = rpc.rpc_async(peer, pass_door, (name, "value"))
+def test_it_is_a_future_of_torch_that_many_may_wait_for(rpc: ModuleType, peer: int, name: str) -> None:
+    future = rpc.rpc_async(peer, pass_door, (name, 3))
     assert isinstance(future, torch._C.Future)
     assert not future.done()
+    results: list[int] = []
+    threads = [threading.Thread(target=lambda: results.append(future.wait())) for _ in range(5)]
+    for thread in threads:
+        thread.start()
+    # Python goes on while they wait in C++.
     rpc.rpc_sync(peer, open_door, (name,))
-    for _ in range(3):
-        assert future.wait() == "value"
-    assert future.done()
-    assert future.value() == "value"
-
-
-def test_twenty_callbacks_in_a_chain(rpc: ModuleType, peer: int) -> None:
-    future = rpc.rpc_async(peer, torch.add, (torch.ones(2), 1))
-    for _ in range(20):
-        future = future.then(lambda before: before.wait() + 1)
-    assert torch.equal(future.wait(), torch.full((2,), 22.0))
-
-
-def test_partial_functions_as_callbacks(rpc: ModuleType, peer: int) -> None:
-    def add(number: int, future: Any) -> int:
-        return number + int(future.wait())
-
-    assert rpc.rpc_async(peer, max, (1, 2)).then(partial(add, 5)).wait() == 7
+    for thread in threads:
+        thread.join(30)
+    assert results == [3] * 5
+    assert (future.done(), future.value()) == (True, 3)
+    with pytest.raises(RuntimeError, match="Future can only be marked completed once"):
+        future.set_result(3)
 
 
 def test_callbacks_may_wait_for_calls_of_their_own(hvd: ModuleType, rpc: ModuleType, peer: int) -> None:
@@ -67,7 +52,7 @@ def test_callbacks_may_wait_for_calls_of_their_own(hvd: ModuleType, rpc: ModuleT
     assert to_self.wait() == 4
 
 
-def test_callbacks_may_start_calls_and_return_their_futures_value(rpc: ModuleType, peer: int) -> None:
+def test_callbacks_may_start_calls(rpc: ModuleType, peer: int) -> None:
     results: list[int] = []
     started = threading.Event()
 
@@ -94,68 +79,166 @@ def test_done_callbacks_run_before_and_after_it_is_done(rpc: ModuleType, peer: i
     assert seen == [3, 4]
 
 
-def test_several_threads_wait_for_one(rpc: ModuleType, peer: int, name: str) -> None:
-    future = rpc.rpc_async(peer, pass_door, (name, 3))
-    results: list[int] = []
-    threads = [threading.Thread(target=lambda: results.append(future.wait())) for _ in range(5)]
-    for thread in threads:
-        thread.start()
-    # Python goes on while they wait in C++.
-    rpc.rpc_sync(peer, open_door, (name,))
-    for thread in threads:
-        thread.join(30)
-    assert results == [3] * 5
-
-
-def test_wait_all_and_collect_all(rpc: ModuleType, peer: int) -> None:
-    assert torch.futures.wait_all([rpc.rpc_async(peer, max, (each, 1)) for each in range(5)]) == [1, 1, 2, 3, 4]
+def test_forgotten_ones_do_not_stop_the_others(rpc: ModuleType, peer: int) -> None:
+    for each in range(100):
+        rpc.rpc_async(peer, max, (each, -1)).then(lambda future: 1 / 0)
     collected = torch.futures.collect_all([rpc.rpc_async(peer, max, (each, 1)) for each in range(5)])
     assert collected.then(lambda each: [one.wait() for one in each.wait()]).wait() == [1, 1, 2, 3, 4]
 
 
-def test_a_finished_one_cannot_be_completed_again(rpc: ModuleType, peer: int) -> None:
-    future = rpc.rpc_async(peer, max, (1, 2))
-    assert future.wait() == 2
-    with pytest.raises(RuntimeError, match="Future can only be marked completed once"):
-        future.set_result(3)
-    assert future.wait() == 2
+# -- functions that answer with a future ------------------------------------------------------------------
 
 
-def test_what_is_no_function_is_refused_as_a_callback(rpc: ModuleType, peer: int) -> None:
-    future = rpc.rpc_async(peer, max, (1, 2))
-    with pytest.raises(TypeError):
-        future.then(None)
-    assert future.wait() == 2
+@async_execution
+def add_later(to: int, x: torch.Tensor, y: int) -> Any:
+    """x + y on another worker, + 1 here."""
+    return hvlike.rpc.rpc_async(to, torch.add, (x, y)).then(lambda future: future.wait() + 1)
 
 
-def test_a_future_among_the_arguments_is_refused_at_the_call(rpc: ModuleType, peer: int) -> None:
+class Adder:
+    """The same as methods of every kind."""
+
+    def __init__(self, step: int = 1) -> None:
+        self.step = step
+
+    @staticmethod
+    @async_execution
+    def static(to: int, x: torch.Tensor, y: int) -> Any:
+        return add_later(to, x, y)
+
+    @classmethod
+    @async_execution
+    def of_class(cls, to: int, x: torch.Tensor, y: int) -> Any:
+        promised: Future[torch.Tensor] = Future()
+        hvlike.rpc.rpc_async(to, torch.add, (x, y)).then(lambda future: promised.set_result(future.wait() + cls().step))
+        return promised
+
+    @async_execution
+    def bound(self, to: int, x: torch.Tensor, y: int) -> Any:
+        return hvlike.rpc.rpc_async(to, torch.add, (x, y)).then(lambda future: future.wait() + self.step)
+
+    @async_execution
+    @staticmethod
+    def decorated_outside(to: int, x: torch.Tensor, y: int) -> Any:
+        return add_later(to, x, y)
+
+
+@async_execution
+def give_a_list() -> list[int]:
+    return [1]
+
+
+@async_execution
+def raise_before() -> Future[int]:
+    raise ValueError("before there is a future")
+
+
+@async_execution
+def done_already() -> Future[int]:
+    return plain_future()
+
+
+@async_execution
+def done_by_a_thread() -> Future[str]:
+    future: Future[str] = Future()
+    threading.Thread(target=lambda: future.set_result(threading.current_thread().name), name="mine").start()
+    return future
+
+
+@async_execution
+def failing_callback() -> Any:
+    return hvlike.rpc.rpc_async(hvlike.rpc.get_worker_info(), min, (1, 2)).then(lambda future: 1 / 0)
+
+
+@async_execution
+def failing_call(to: int) -> Any:
+    return hvlike.rpc.rpc_async(to, fail)
+
+
+def fail() -> None:
+    raise KeyError("far away")
+
+
+def plain_future() -> Future[int]:
     future: Future[int] = Future()
-    for form in (rpc.rpc_sync, rpc.rpc_async, rpc.remote):
-        for argument in (future, [future], rpc.rpc_async(peer, max, (1, 2))):
-            with pytest.raises(RuntimeError, match=r"Can not pickle torch\.futures\.Future"):
-                form(peer, print, (argument,))
+    future.set_result(4)
+    return future
 
 
-def test_a_future_as_the_result_is_an_error(rpc: ModuleType, peer: int) -> None:
-    for form in (rpc.rpc_sync, lambda *call: rpc.rpc_async(*call).wait()):
-        with pytest.raises(RuntimeError, match=r"Can not pickle torch\.futures\.Future"):
-            form(peer, give_a_future)
+@EACH_FORM
+def test_the_caller_gets_what_the_future_completes_with(rpc: ModuleType, peer: int, third: int, form: Form) -> None:
+    x = torch.ones(2)
+    for function in (add_later, Adder.static, Adder.of_class, Adder().bound, Adder.decorated_outside):
+        assert form(peer, function, (third, x, 1)).tolist() == [3, 3]
+    assert x.tolist() == [1, 1]
+    assert form(peer, done_already) == 4
+    assert form(peer, done_by_a_thread) == "mine"
+
+
+@pytest.mark.parametrize("method", ["static", "of_class", "bound", "decorated_outside"])
+def test_methods_through_proxies(rpc: ModuleType, peer: int, third: int, method: str) -> None:
+    reference = rpc.remote(peer, Adder)
+    arguments = (third, torch.ones(2), 1)
+    assert getattr(reference.rpc_sync(), method)(*arguments).tolist() == [3, 3]
+    assert getattr(reference.rpc_async(), method)(*arguments).wait().tolist() == [3, 3]
+    assert getattr(reference.remote(), method)(*arguments).to_here().tolist() == [3, 3]
+
+
+def test_sixty_open_ones_hold_no_thread(rpc: ModuleType, peer: int, name: str) -> None:
+    open_ones = [rpc.rpc_async(peer, await_promise, (name,)) for _ in range(60)]
+    references = [rpc.remote(peer, await_promise, (name,)) for _ in range(60)]
+    assert torch.futures.wait_all([rpc.rpc_async(peer, max, (each, -1)) for each in range(60)]) == list(range(60))
+    assert not any(each.done() for each in open_ones)
+    rpc.rpc_sync(peer, keep_promise, (name, 9))
+    assert torch.futures.wait_all(open_ones) == [9] * 60
+    assert [each.to_here() for each in references] == [9] * 60
+
+
+@EACH_FORM
+def test_errors_reach_the_caller(
+    hvd: ModuleType, rpc: ModuleType, peer: int, third: int, form: Form, name: str
+) -> None:
+    text = "Functions decorated with @rpc.async_function must return a torch.futures.Future object, but got builtins."
+    with pytest.raises(RuntimeError, match=f"{text}list"):
+        form(peer, give_a_list)
+    with pytest.raises(ValueError, match="before there is a future"):
+        form(peer, raise_before)
+    with pytest.raises((RuntimeError, ZeroDivisionError), match="division by zero"):
+        form(peer, failing_callback)
+    with pytest.raises(RuntimeError, match="KeyError: On WorkerInfo"):
+        form(peer, failing_call, (third,))
+    rpc.rpc_async(peer, break_promise, (name, ValueError("broken")))
+    with pytest.raises(ValueError, match="broken"):
+        form(peer, await_promise, (name,))
+    # Its owner need not send it.
+    if form is not referred or peer != hvd.rank():
+        rpc.rpc_sync(peer, promise_a_lambda, (f"{name}, a lambda",))
+        with pytest.raises((RuntimeError, AttributeError, pickle.PicklingError), match=r"[Pp]ickle"):
+            form(peer, await_promise, (f"{name}, a lambda",))
     assert rpc.rpc_sync(peer, min, (1, 2)) == 1
 
 
-@pytest.mark.mpi(min_size=2)
-def test_a_future_as_the_value_of_an_rref_cannot_be_fetched(rpc: ModuleType, peer: int) -> None:
-    with pytest.raises(RuntimeError, match=r"Can not pickle torch\.futures\.Future"):
-        rpc.remote(peer, give_a_future).to_here()
-    assert rpc.rpc_sync(peer, min, (1, 2)) == 1
+def promise_a_lambda(name: str) -> None:
+    keep_promise(name, lambda: None)
 
 
-def test_a_thousand_at_once(rpc: ModuleType, peer: int) -> None:
-    futures = [rpc.rpc_async(peer, max, (each, -1)) for each in range(1000)]
-    assert [future.wait() for future in futures] == list(range(1000))
+@pytest.mark.pure
+def test_which_functions_are_marked() -> None:
+    from torch.distributed.rpc.functions import async_execution as torchs
+
+    others: list[Any] = [plain_future, min, torch.add, Adder, Adder(), partial(min, 1)]
+    assert not any(is_async(each) for each in others)
+    marked: list[Any] = [add_later, Adder.static, Adder.of_class, Adder().bound, partial(add_later, 0)]
+    assert all(is_async(each) for each in [*marked, torchs(plain_future)])
+    # A callable that takes no attributes is wrapped.
+    wrapped: Callable[[], Any] = async_execution(Giver().give)
+    assert is_async(wrapped)
+    assert wrapped().wait() == 4
+    assert not is_async(Giver().give)
 
 
-def test_forgotten_ones_do_not_stop_the_others(rpc: ModuleType, peer: int) -> None:
-    for each in range(100):
-        rpc.rpc_async(peer, max, (each, -1)).then(lambda future: 1 / 0)
-    assert rpc.rpc_sync(peer, max, (1, 2)) == 2
+class Giver:
+    """Its bound methods take no attributes."""
+
+    def give(self) -> Future[int]:
+        return plain_future()

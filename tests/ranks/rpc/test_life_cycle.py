@@ -1,4 +1,4 @@
-"""Sessions of RPC: how they begin, what they refuse, and that they begin again."""
+"""Sessions of RPC: how they begin, what they refuse, that they begin again, and how their workers are called."""
 
 import threading
 import time
@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from support.rpc.forms import FORMS
 
 import hvlike.rpc
 from hvlike.errors import HorovodInternalError, UsageError
-from hvlike.rpc.agent.agent import Agent
+from hvlike.rpc import WorkerInfo
 
 
 @pytest.fixture
@@ -26,13 +27,6 @@ def outside(hvd: ModuleType) -> Iterator[ModuleType]:
 def whoami() -> str:
     name: str = hvlike.rpc.get_worker_info().name
     return name
-
-
-def introduce(caller: str) -> tuple[str, int, str]:
-    """What a handler sees of its worker, and what its caller answers to a call from inside."""
-    me = hvlike.rpc.get_worker_info()
-    back: str = hvlike.rpc.rpc_sync(caller, whoami)
-    return me.name, hvlike.rpc.get_worker_info(caller).id, back
 
 
 CALLS: dict[str, Callable[[ModuleType], Any]] = {
@@ -52,19 +46,16 @@ CALLS: dict[str, Callable[[ModuleType], Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", sorted(CALLS))
-@pytest.mark.parametrize("moment", ["before", "after"])
-def test_outside_of_a_session_every_call_says_so(outside: ModuleType, name: str, moment: str) -> None:
-    if moment == "after":
-        outside.init_rpc(f"worker{hvlike.rank()}")
-        outside.shutdown()
-    with pytest.raises(RuntimeError, match=r"^RPC has not been initialized"):
-        CALLS[name](outside)
-
-
-def test_outside_of_a_session_there_is_no_rref(outside: ModuleType) -> None:
-    with pytest.raises(RuntimeError, match="Current RPC agent is not set!"):
-        outside.RRef(torch.ones(2))
+def test_outside_of_a_session_every_call_says_so(outside: ModuleType) -> None:
+    for moment in ("before", "after"):
+        if moment == "after":
+            outside.init_rpc(f"worker{hvlike.rank()}")
+            outside.shutdown()
+        for name, call in CALLS.items():
+            with pytest.raises(RuntimeError, match=r"^RPC has not been initialized"):
+                pytest.fail(f"{name} {moment}: {call(outside)}")
+        with pytest.raises(RuntimeError, match="Current RPC agent is not set!"):
+            outside.RRef(torch.ones(2))
 
 
 def test_a_second_start_is_refused_and_the_session_goes_on(hvd: ModuleType, rpc: ModuleType) -> None:
@@ -76,22 +67,16 @@ def test_a_second_start_is_refused_and_the_session_goes_on(hvd: ModuleType, rpc:
 
 
 def test_sessions_follow_each_other_under_the_same_and_other_names(hvd: ModuleType, outside: ModuleType) -> None:
-    for names in ("worker", "worker", "trainer", "worker"):
-        outside.init_rpc(f"{names}{hvd.rank()}")
+    for names in ("worker", "worker", "é: ps/ü ", "worker"):
+        outside.init_rpc(f"{names}{hvd.rank()}", rank=hvd.rank(), world_size=hvd.size())
+        assert outside.get_worker_info() == WorkerInfo(f"{names}{hvd.rank()}", hvd.rank())
         for rank in range(hvd.size()):
             assert outside.rpc_sync(f"{names}{rank}", whoami) == f"{names}{rank}"
             assert outside.rpc_async(rank, whoami).wait() == f"{names}{rank}"
-        stranger = "worker0" if names == "trainer" else "trainer0"
+        stranger = "trainer0" if names == "worker" else "worker0"
         with pytest.raises(RuntimeError, match="could not find destination"):
             outside.rpc_sync(stranger, whoami)
         outside.shutdown()
-
-
-def test_names_may_be_anything_in_any_order(hvd: ModuleType, outside: ModuleType) -> None:
-    name = f"é {hvd.size() - hvd.rank()}: ps/ü"
-    outside.init_rpc(name)
-    assert outside.get_worker_info().name == name
-    assert outside.rpc_sync(f"é {hvd.size()}: ps/ü", whoami) == f"é {hvd.size()}: ps/ü"
 
 
 @pytest.mark.mpi(min_size=2)
@@ -104,11 +89,6 @@ def test_names_that_are_not_unique_are_refused_on_every_rank(hvd: ModuleType, ou
         outside.rpc_sync(0, whoami)
     outside.init_rpc(f"worker{hvd.rank()}")
     assert outside.rpc_sync(0, whoami) == "worker0"
-
-
-def test_rank_and_world_size_may_be_given(hvd: ModuleType, outside: ModuleType) -> None:
-    outside.init_rpc(f"worker{hvd.rank()}", rank=hvd.rank(), world_size=hvd.size())
-    assert outside.get_worker_info().id == hvd.rank()
 
 
 @pytest.mark.parametrize("argument", ["rank", "world_size"])
@@ -124,11 +104,11 @@ def test_another_rank_or_size_than_that_of_mpi_is_refused_on_every_rank(
     assert outside.rpc_sync(hvd.size() - 1, whoami) == f"worker{hvd.size() - 1}"
 
 
-@pytest.mark.parametrize("name", ["", None, 3])
-def test_a_name_that_is_none_is_refused(hvd: ModuleType, outside: ModuleType, name: Any) -> None:
-    with pytest.raises(UsageError, match="name must be a str"):
-        outside.init_rpc(name)
-    assert not outside._is_current_rpc_agent_set()
+def test_a_name_that_is_none_is_refused(hvd: ModuleType, outside: ModuleType) -> None:
+    for name in ("", None, 3):
+        with pytest.raises(UsageError, match="name must be a str"):
+            outside.init_rpc(name)
+        assert not outside._is_current_rpc_agent_set()
 
 
 def test_init_rpc_starts_hvlike_where_it_does_not_run(hvd: ModuleType, outside: ModuleType) -> None:
@@ -152,37 +132,6 @@ def test_a_new_start_of_hvlike_ends_the_session(hvd: ModuleType, outside: Module
     hvd.init()
     outside.init_rpc(f"again{hvd.rank()}")
     assert outside.rpc_sync(0, whoami) == "again0"
-
-
-def test_collectives_run_beside_calls(hvd: ModuleType, rpc: ModuleType) -> None:
-    futures = [rpc.rpc_async(rank, whoami) for rank in range(hvd.size())]
-    assert hvd.allreduce(torch.ones(3), op=hvd.Sum).tolist() == [hvd.size()] * 3
-    assert [future.wait() for future in futures] == [f"worker{rank}" for rank in range(hvd.size())]
-
-
-@pytest.mark.mpi(min_size=2)
-@pytest.mark.parametrize("late", ["before it takes messages", "after"])
-def test_requests_wait_for_a_worker_that_is_still_in_init_rpc(
-    hvd: ModuleType, outside: ModuleType, monkeypatch: pytest.MonkeyPatch, late: str
-) -> None:
-    begin = Agent.begin
-
-    def slow(agent: Agent) -> None:
-        if late == "after":
-            begin(agent)
-        time.sleep(0.3)
-        if late != "after":
-            begin(agent)
-
-    if hvd.rank() > 0:
-        monkeypatch.setattr(Agent, "begin", slow)
-    outside.init_rpc(f"worker{hvd.rank()}")
-    if hvd.rank() == 0:
-        callees = range(1, hvd.size())
-        futures = [outside.rpc_async(rank, introduce, ("worker0",)) for rank in callees for _ in range(5)]
-        assert [future.wait() for future in futures] == [
-            (f"worker{rank}", 0, "worker0") for rank in callees for _ in range(5)
-        ]
 
 
 def test_defaults_and_settings(hvd: ModuleType, outside: ModuleType) -> None:
@@ -217,3 +166,60 @@ def test_sessions_leave_no_thread_behind(hvd: ModuleType, outside: ModuleType) -
 def loop_threads() -> list[str]:
     """The background threads of this rank: one without a session, more while requests are served."""
     return [thread.name for thread in threading.enumerate() if thread.name.startswith("hvlike-loop")]
+
+
+# -- whom a call is for ------------------------------------------------------------------------------------
+
+WAYS: dict[str, Callable[[int], Any]] = {
+    "name": lambda rank: f"worker{rank}",
+    "rank": lambda rank: rank,
+    "info": lambda rank: hvlike.rpc.get_worker_info(f"worker{rank}"),
+    "own info": lambda rank: WorkerInfo(f"worker{rank}", rank),
+}
+
+
+def ask(form: str, way: str, rank: int) -> str:
+    """What a worker says to this one."""
+    answer: str = FORMS[form](WAYS[way](rank), whoami)
+    return answer
+
+
+def look_up(table: dict[WorkerInfo, str]) -> str:
+    return table[hvlike.rpc.get_worker_info()]
+
+
+def test_every_worker_is_reached_also_from_inside_a_handler(hvd: ModuleType, rpc: ModuleType, peer: int) -> None:
+    for rank in range(hvd.size()):
+        for form in FORMS:
+            for way in WAYS:
+                assert ask(form, way, rank) == f"worker{rank}"
+                assert rpc.rpc_sync(peer, ask, (form, way, rank)) == f"worker{rank}"
+
+
+def test_who_is_not_there_is_named_at_the_call(hvd: ModuleType, rpc: ModuleType) -> None:
+    size = hvd.size()
+    for unknown in ("worker", "Worker0", "", -1, size, size + 1, 2**40, WorkerInfo("far", size)):
+        for call in (rpc.rpc_sync, rpc.rpc_async, rpc.remote, lambda to, _: rpc.get_worker_info(to)):
+            with pytest.raises(RuntimeError, match="could not find destination"):
+                call(unknown, whoami)
+    for wrong in (1.5, None, (0,), b"worker0"):
+        for call in (rpc.rpc_sync, rpc.rpc_async, rpc.remote):
+            with pytest.raises(ValueError, match="Cannot get WorkerInfo from name"):
+                call(wrong, whoami)
+    assert rpc.rpc_sync(0, whoami) == "worker0"
+
+
+def test_worker_infos_are_values_and_travel(hvd: ModuleType, rpc: ModuleType) -> None:
+    me, again = rpc.get_worker_info(), rpc.get_worker_info(f"worker{hvd.rank()}")
+    assert (me.name, me.id) == (f"worker{hvd.rank()}", hvd.rank())
+    assert str(me) == f"WorkerInfo(id={hvd.rank()}, name=worker{hvd.rank()})"
+    assert me == again
+    assert hash(me) == hash(again)
+    assert me not in (me.name, me.id, (me.name, me.id), None)
+    table = {rpc.get_worker_info(f"worker{rank}"): f"value {rank}" for rank in range(hvd.size())}
+    for rank in range(hvd.size()):
+        there = rpc.get_worker_info(f"worker{rank}")
+        assert (there == me, there != me) == (rank == hvd.rank(), rank != hvd.rank())
+        for form in FORMS.values():
+            assert form(rank, look_up, (table,)) == f"value {rank}"
+            assert form(rank, min, ([me],)) == me

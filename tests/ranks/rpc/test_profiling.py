@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from support.rpc.doors import await_promise, keep_promise
+from support.rpc.forms import FORMS, Form, asynchronous, synchronous
 from torch.autograd import profiler_legacy
 
 import hvlike.rpc
@@ -44,27 +45,7 @@ def fail_otherwise() -> None:
     raise KeyError("as without a profiler")
 
 
-def synchronous(*call: Any) -> Any:
-    return hvlike.rpc.rpc_sync(*call)
-
-
-def asynchronous(*call: Any) -> Any:
-    return hvlike.rpc.rpc_async(*call).wait()
-
-
-def referred(*call: Any) -> Any:
-    return hvlike.rpc.remote(*call).to_here()
-
-
-FORMS = pytest.mark.parametrize(
-    ("name", "form"), [("sync", synchronous), ("async", asynchronous), ("remote", referred)]
-)
-
-
-@pytest.fixture
-def peer(hvd: ModuleType) -> int:
-    """The rank that this one calls; itself in a job of one rank."""
-    return (int(hvd.rank()) + 1) % int(hvd.size())
+EACH_FORM = pytest.mark.parametrize(("name", "form"), FORMS.items(), ids=FORMS)
 
 
 @pytest.fixture
@@ -77,25 +58,21 @@ def kineto(**options: Any) -> Any:
     return torch.autograd.profiler.profile(use_kineto=True, **options)
 
 
-@FORMS
-def test_operators_have_their_names_in_the_key(
-    hvd: ModuleType, rpc: ModuleType, peer: int, way: str, name: str, form: Callable[..., Any]
+@pytest.mark.parametrize("profiler", [legacy_profile, kineto])
+@EACH_FORM
+def test_profilers_have_the_call(
+    hvd: ModuleType, rpc: ModuleType, peer: int, way: str, name: str, form: Form, profiler: Callable[[], Any]
 ) -> None:
-    with legacy_profile() as profile:
+    """Operators of torch, builtins, and functions that answer later, under the names that people know."""
+    with profiler() as profile:
+        assert form(peer, multiply, (torch.ones(2),)).tolist() == [3, 3]
+        assert form(peer, multiply_later, (hvd.rank(), torch.ones(2))).tolist() == [3, 3]
         form(peer, torch.add, (torch.ones(2), 1))
         form(peer, min, (1, 2))
     nodes = {event.name: event.node_id for event in profile.function_events}
-    assert nodes[f"rpc_{name}#aten::add{way}"] == nodes[f"rpc_{name}#min{way}"] == hvd.rank()
-
-
-@FORMS
-def test_functions_that_answer_later(
-    hvd: ModuleType, rpc: ModuleType, peer: int, way: str, name: str, form: Callable[..., Any]
-) -> None:
-    with legacy_profile() as profile:
-        result = form(peer, multiply_later, (hvd.rank(), torch.ones(2)))
-    assert torch.equal(result, torch.full((2,), 3.0))
-    assert f"rpc_{name}#multiply_later{way}" in [event.name for event in profile.function_events]
+    for function in ("multiply", "multiply_later", "aten::add", "min"):
+        assert f"rpc_{name}#{function}{way}" in nodes
+        assert profiler is kineto or nodes[f"rpc_{name}#{function}{way}"] == hvd.rank()
 
 
 def test_a_profile_has_only_its_own_calls(rpc: ModuleType, peer: int, way: str) -> None:
@@ -111,7 +88,7 @@ def test_a_profile_has_only_its_own_calls(rpc: ModuleType, peer: int, way: str) 
 @pytest.mark.parametrize("profiler", [legacy_profile, kineto])
 def test_errors_are_the_same(rpc: ModuleType, peer: int, profiler: Callable[[], Any]) -> None:
     with profiler():
-        for form in (synchronous, asynchronous, referred):
+        for form in FORMS.values():
             with pytest.raises(ValueError, match="as without a profiler"):
                 form(peer, fail)
         with pytest.raises(RuntimeError, match="KeyError: On WorkerInfo"):
@@ -125,17 +102,6 @@ def test_errors_are_the_same(rpc: ModuleType, peer: int, profiler: Callable[[], 
                 wrong(peer, 5)
             with pytest.raises(RuntimeError, match="could not find destination"):
                 wrong("nobody", min, (1, 2))
-
-
-@FORMS
-@pytest.mark.parametrize("profiler", [legacy_profile, kineto])
-def test_profilers_have_the_call(
-    rpc: ModuleType, peer: int, way: str, name: str, form: Callable[..., Any], profiler: Callable[[], Any]
-) -> None:
-    with profiler() as profile:
-        result = form(peer, multiply, (torch.ones(2),))
-    assert torch.equal(result, torch.full((2,), 3.0))
-    assert f"rpc_{name}#multiply{way}" in [event.name for event in profile.function_events]
 
 
 @pytest.mark.skipif(
@@ -213,7 +179,7 @@ def test_the_timeline_shows_calls_on_both_workers(
     rpc: ModuleType, peer: int, timeline: Callable[[], list[dict[str, Any]]]
 ) -> None:
     me, callee = rpc.get_worker_info(), rpc.rpc_sync(peer, rpc.get_worker_info)
-    for form in (synchronous, asynchronous, referred):
+    for form in FORMS.values():
         form(peer, multiply, (torch.ones(1000),))
     with pytest.raises(ValueError):
         synchronous(peer, fail)

@@ -1,6 +1,8 @@
 """Functions that wait on a worker until another one lets them go on, and futures that are completed that way."""
 
 import threading
+import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -60,3 +62,11 @@ def keep_promise(name: str, value: Any = None) -> None:
 def break_promise(name: str, error: Exception) -> None:
     """Fail the future of this name."""
     promised(name).set_exception(error)
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    """Return when it holds."""
+    end = time.monotonic() + _SECONDS
+    while not condition():
+        assert time.monotonic() < end, f"{condition} does not come"
+        time.sleep(0.002)

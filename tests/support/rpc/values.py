@@ -4,7 +4,7 @@ import time
 from typing import Any, ClassVar
 
 import torch
-from support.rpc.doors import await_promise, pass_door
+from support.rpc.doors import pass_door
 
 import hvlike.rpc
 from hvlike.rpc.functions import async_execution
@@ -14,13 +14,6 @@ from hvlike.rpc.rrefs.session import live_rrefs
 
 class Private(Exception):
     """An exception that RPC alone would turn into a RuntimeError."""
-
-
-class TwoArguments(Exception):
-    """Cannot be rebuilt from its text."""
-
-    def __init__(self, one: int, two: int) -> None:
-        super().__init__(one, two)
 
 
 class Counter:
@@ -48,21 +41,6 @@ class Counter:
         pass_door(door)
         return door
 
-    @async_execution
-    def later(self, promise: str) -> Any:
-        """Answers with what the promise is completed with. Holds no thread."""
-        return await_promise(promise)
-
-    @staticmethod
-    @async_execution
-    def static_later(promise: str) -> Any:
-        return await_promise(promise)
-
-    @classmethod
-    @async_execution
-    def class_later(cls, promise: str) -> Any:
-        return await_promise(promise)
-
 
 class Tracked:
     """A value that says when it is freed."""
@@ -78,14 +56,6 @@ class Tracked:
 
 def raise_private() -> None:
     raise Private("line one\nline two")
-
-
-def raise_value_error() -> None:
-    raise ValueError("a wrong value")
-
-
-def raise_two_arguments() -> None:
-    raise TwoArguments(1, 2)
 
 
 def wait_until_freed(name: str) -> bool:
@@ -153,6 +123,10 @@ def keep(name: str, value: Any) -> None:
 
 def kept(name: str) -> Any:
     return KEPT[name]
+
+
+def is_kept(name: str) -> bool:
+    return name in KEPT
 
 
 def let_go(name: str) -> None:

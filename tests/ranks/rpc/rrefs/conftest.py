@@ -26,18 +26,6 @@ def rpc(hvd: ModuleType) -> Iterator[ModuleType]:
         rpc.shutdown(timeout=60)
 
 
-@pytest.fixture
-def peer(hvd: ModuleType) -> int:
-    """The rank that this one calls; itself in a job of one rank."""
-    return (int(hvd.rank()) + 1) % int(hvd.size())
-
-
-@pytest.fixture
-def name(hvd: ModuleType, request: pytest.FixtureRequest) -> str:
-    """A door at which only calls of this rank in this test wait."""
-    return f"{request.node.name} {hvd.rank()}"
-
-
 @pytest.fixture(autouse=True)
 def _nothing_left(request: pytest.FixtureRequest, hvd: ModuleType) -> Iterator[None]:
     if "rpc" not in request.fixturenames:

@@ -1,21 +1,20 @@
-"""Values are freed when nobody has an RRef of them, and not before."""
+"""Values are freed when nobody has an RRef of them, and not before; RRefs after the end of their session."""
 
 import gc
 import sys
 import threading
-import time
 import weakref
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
-from support.rpc.doors import open_door, pass_door
+from support.rpc.doors import open_door, pass_door, wait_for
 from support.rpc.values import (
     Tracked,
-    fetch,
     give_back,
     is_freed,
+    is_kept,
     keep,
     let_go,
     live,
@@ -32,13 +31,6 @@ class Node:
 
     other: Any
     rref: Any
-
-
-def wait_until_table_is_empty() -> None:
-    deadline = time.monotonic() + 20
-    while live() and time.monotonic() < deadline:
-        time.sleep(0.001)
-    assert live() == []
 
 
 def slow_rref(door: str, value: Any) -> Any:
@@ -84,7 +76,7 @@ def test_others_do_not_take_it_from_the_owner(rpc: ModuleType, peer: int, name: 
     rref = rpc.RRef(Tracked(name))
     for _ in range(3):
         rpc.rpc_sync(peer, give_back, (rref,))
-    wait_until_table_is_empty()
+    wait_for(lambda: live() == [])
     assert not is_freed(name)
     # It can be sent again.
     assert rpc.rpc_sync(peer, give_back, (rref,)).local_value() is rref.local_value()
@@ -97,24 +89,10 @@ def test_a_copy_outlives_the_one_it_came_from(rpc: ModuleType, hvd: ModuleType, 
     rpc.rpc_async(user, keep, (name, rref))
     # Dropped while the message with its child may still be under way.
     del rref
-    deadline = time.monotonic() + 20
-    while not rpc.rpc_sync(user, has, (name,)) and time.monotonic() < deadline:
-        time.sleep(0.001)
+    wait_for(lambda: rpc.rpc_sync(user, is_kept, (name,)))
     assert not rpc.rpc_sync(owner, is_freed, (name,))
     rpc.rpc_sync(user, let_go, (name,))
     assert rpc.rpc_sync(owner, wait_until_freed, (name,))
-
-
-def has(name: str) -> bool:
-    from support.rpc.values import KEPT
-
-    return name in KEPT
-
-
-def test_dropped_before_the_function_has_ended(rpc: ModuleType, peer: int, name: str) -> None:
-    rref = rpc.remote(peer, pass_door, (name, Tracked("copy")))
-    del rref
-    rpc.rpc_sync(peer, open_door, (name,))
 
 
 def test_a_message_that_cannot_be_built_leaves_nothing(rpc: ModuleType, hvd: ModuleType, peer: int) -> None:
@@ -167,24 +145,8 @@ def test_reference_cycles(rpc: ModuleType, peer: int, name: str) -> None:
     node = weakref.ref(one)
     del one, two
     # Garbage only when the other worker's copy is gone, too.
-    deadline = time.monotonic() + 20
-    while node() is not None and time.monotonic() < deadline:
-        gc.collect()
-        time.sleep(0.01)
+    wait_for(lambda: gc.collect() >= 0 and node() is None)
     assert rpc.rpc_sync(peer, wait_until_freed, (name,))
-
-
-def test_garbage_is_collected_in_the_midst_of_calls(rpc: ModuleType, peer: int) -> None:
-    threshold = gc.get_threshold()
-    gc.set_threshold(3, 2, 2)
-    try:
-        for number in range(30):
-            node = Node()
-            node.other = node
-            node.rref = rpc.remote(peer, give_back, (number,))
-            assert rpc.rpc_sync(peer, fetch, (node.rref,)) == number
-    finally:
-        gc.set_threshold(*threshold)
 
 
 def test_values_whose_finaliser_calls_out(rpc: ModuleType, peer: int, name: str) -> None:
@@ -206,28 +168,6 @@ class Caller(Tracked):
         super().__del__()
 
 
-def test_many_at_once_from_many_threads(rpc: ModuleType, hvd: ModuleType, peer: int) -> None:
-    results: list[Any] = []
-
-    def use(thread: int) -> None:
-        mine = [rpc.remote((peer + number) % hvd.size(), give_back, (thread + number,)) for number in range(50)]
-        values = [rref.to_here() for rref in mine]
-        sent = [rpc.rpc_async((peer + 1) % hvd.size(), fetch, (rref,)) for rref in mine]
-        results.append(values == [future.wait() for future in sent] == [thread + number for number in range(50)])
-
-    threads = [threading.Thread(target=use, args=(1000 * thread,)) for thread in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert results == [True] * 4
-
-
-def test_two_hundred_open_creations(rpc: ModuleType, peer: int) -> None:
-    found = [rpc.remote(peer, torch.full, ((4,), float(number))) for number in range(200)]
-    assert [float(rref.to_here()[0]) for rref in found] == [float(number) for number in range(200)]
-
-
 @pytest.mark.mpi(min_size=2)
 def test_who_holds_what_is_known(rpc: ModuleType, hvd: ModuleType, peer: int, name: str) -> None:
     before = (hvd.rank() - 1) % hvd.size()
@@ -240,3 +180,83 @@ def test_who_holds_what_is_known(rpc: ModuleType, hvd: ModuleType, peer: int, na
     assert f"held by worker{before}" in said
     hvd.barrier()
     del rref
+
+
+NOT_SET = r"Current RPC agent is not set! Did you initialize the RPC framework \(e\.g\. by calling `rpc\.init_rpc`\)\?"
+
+
+@pytest.fixture
+def session(rpc: ModuleType, hvd: ModuleType) -> Any:
+    """Ends the session that the test runs in, and the next one begins."""
+
+    def renew() -> None:
+        rpc.init_rpc(f"worker{hvd.rank()}")
+
+    return renew
+
+
+def test_users_and_owners_after_shutdown(rpc: ModuleType, hvd: ModuleType, peer: int, session: Any) -> None:
+    here, there = rpc.RRef([1]), rpc.remote(peer, torch.ones, (2,))
+    sent = rpc.RRef(2)
+    rpc.rpc_sync(peer, give_back, (sent,))
+    rpc.shutdown()
+    if not there.is_owner():
+        with pytest.raises(RuntimeError, match=r"Cannot call to_here\(\) on it after deletion\."):
+            there.to_here()
+    assert here.local_value() == [1]
+    with pytest.raises(RuntimeError, match="RPC has not been initialized"):
+        there.rpc_sync().size()
+    with pytest.raises(RuntimeError, match="RPC has not been initialized"):
+        rpc.remote(peer, torch.ones, (2,))
+    with pytest.raises(RuntimeError, match=NOT_SET):
+        rpc.RRef(1)
+    assert there.owner_name() == f"worker{peer}"
+    assert str(there)
+    session()
+    # Those of an earlier session stay dead in the next one.
+    if not there.is_owner():
+        with pytest.raises(RuntimeError, match=r"Cannot call to_here\(\) on it after deletion\."):
+            there.to_here()
+    with pytest.raises(RuntimeError, match=r"Cannot call fork an UserRRef after deletion\."):
+        rpc.rpc_sync(peer, give_back, (there,))
+    del there
+    assert rpc.remote(peer, max, (1, 2)).to_here() == 2
+
+
+@pytest.mark.mpi(min_size=2)
+def test_shutdown_frees_what_is_still_held(
+    rpc: ModuleType, hvd: ModuleType, peer: int, name: str, session: Any
+) -> None:
+    held = rpc.remote(peer, Tracked, (name,))
+    cycle: list[Any] = [rpc.remote(peer, Tracked, (name + " in a cycle",))]
+    cycle.append(cycle)
+    del cycle
+    rpc.rpc_sync(peer, keep, (name, rpc.RRef(Tracked(name + " kept"))))
+    rpc.shutdown()
+    for tracked in (name, name + " in a cycle"):
+        assert wait_until_freed(tracked.replace(f" {hvd.rank()}", f" {(hvd.rank() - 1) % hvd.size()}"))
+    session()
+    rpc.rpc_sync(peer, let_go, (name,))
+    if held.is_owner():
+        assert isinstance(held.local_value(), Tracked)
+    gc.collect()
+
+
+def test_leaks_are_named_where_they_are_looked_for(
+    rpc: ModuleType, hvd: ModuleType, peer: int, session: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from hvlike.rpc.rrefs.lifetime import Lifetime
+    from hvlike.rpc.rrefs.session import checks_leaks
+
+    rref = rpc.remote(peer, give_back, ([1],))
+    rref.to_here()
+    hvd.barrier()
+    assert checks_leaks()
+    monkeypatch.setattr(Lifetime, "drop_all", lambda lifetime: None)
+    if rref.is_owner():
+        rpc.shutdown()
+    else:
+        with pytest.raises(RuntimeError, match=r"(?s)Leaking RRef.*give_back.*held by worker"):
+            rpc.shutdown()
+    monkeypatch.undo()
+    session()

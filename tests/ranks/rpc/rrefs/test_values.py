@@ -1,4 +1,4 @@
-"""What an RRef says of itself, and how one gets at the value."""
+"""remote(): an RRef at once, the value later; how one gets at the value, what goes wrong with it, what an RRef says."""
 
 import re
 import time
@@ -6,8 +6,91 @@ from types import ModuleType
 
 import pytest
 import torch
-from support.rpc.doors import open_door, pass_door
-from support.rpc.values import fill, give_back, keep, kept, let_go
+from support.rpc.doors import open_door, pass_door, wait_for
+from support.rpc.values import Private, fetch, fill, raise_private
+
+
+def test_it_returns_before_the_function_has_run(rpc: ModuleType, peer: int, name: str) -> None:
+    rref = rpc.remote(peer, pass_door, (name, torch.ones(2)))
+    assert rref.owner().id == peer
+    rpc.rpc_sync(peer, open_door, (name,))
+    assert torch.equal(rref.to_here(), torch.ones(2))
+    assert rref.confirmed_by_owner() or not rref.is_owner()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_it_is_confirmed_when_the_function_has_ended(rpc: ModuleType, peer: int, name: str) -> None:
+    rref = rpc.remote(peer, pass_door, (name,))
+    assert not rref.confirmed_by_owner()
+    rpc.rpc_sync(peer, open_door, (name,))
+    rref._get_future().wait()
+    wait_for(rref.confirmed_by_owner)
+
+
+def test_to_itself_the_owner_has_it_at_once_and_the_value_later(rpc: ModuleType, hvd: ModuleType, name: str) -> None:
+    rref = rpc.remote(hvd.rank(), pass_door, (name, [1, 2]))
+    assert rref.is_owner()
+    assert rref.confirmed_by_owner()
+    open_door(name)
+    value = rref.local_value()
+    assert value == [1, 2]
+    assert rref.to_here() is value
+
+
+@pytest.mark.parametrize("to_self", [False, True])
+def test_a_failed_creation_raises_the_original_class_at_every_use(
+    rpc: ModuleType, hvd: ModuleType, peer: int, to_self: bool
+) -> None:
+    rref = rpc.remote(hvd.rank() if to_self else peer, raise_private)
+    for _ in range(2):
+        with pytest.raises(Private, match=r"On WorkerInfo\(id=\d+, name=worker\d+\):\nPrivate\('line one\nline two'\)"):
+            rref.to_here()
+    with pytest.raises(RuntimeError, match="Private"):
+        rref.rpc_sync().read()
+    with pytest.raises(RuntimeError, match="Private"):
+        rref.rpc_async().read().wait()
+    if rref.is_owner():
+        with pytest.raises(Private, match="line one"):
+            rref.local_value()
+
+
+def test_a_failed_creation_can_be_sent_and_fails_where_it_is_used(rpc: ModuleType, peer: int) -> None:
+    rref = rpc.remote(peer, raise_private)
+    with pytest.raises(RuntimeError, match="Private"):
+        rpc.rpc_sync(peer, fetch, (rref,))
+
+
+@pytest.mark.parametrize("to_self", [False, True])
+def test_a_creation_that_was_not_acknowledged_in_time(
+    rpc: ModuleType, hvd: ModuleType, peer: int, name: str, to_self: bool
+) -> None:
+    to = hvd.rank() if to_self else peer
+    rref = rpc.remote(to, pass_door, (name, 1), timeout=0.01)
+    with pytest.raises(RuntimeError, match="RPC ran for more than"):
+        rref._get_future().wait()
+    with pytest.raises(RuntimeError, match=r"RRef creation via rpc\.remote\(\) timed out, "):
+        rref.to_here()
+    with pytest.raises(RuntimeError, match=r"RRef creation via rpc\.remote\(\) timed out, "):
+        rpc.rpc_sync(peer, fetch, (rref,))
+    with pytest.raises(RuntimeError, match=r"RRef creation via rpc\.remote\(\) timed out, "):
+        rref.rpc_sync().bit_length()
+    rpc.rpc_sync(to, open_door, (name,))
+
+
+def test_no_time_limit_and_the_default_one(rpc: ModuleType, peer: int, name: str) -> None:
+    unlimited = rpc.remote(peer, pass_door, (name, 1), timeout=0)
+    default = rpc.remote(peer, pass_door, (name, 2))
+    time.sleep(0.02)
+    rpc.rpc_sync(peer, open_door, (name,))
+    assert (unlimited.to_here(), default.to_here()) == (1, 2)
+
+
+def test_a_future_only_where_there_is_a_creation(rpc: ModuleType, peer: int) -> None:
+    rref = rpc.remote(peer, max, (1, 2))
+    rref.to_here()
+    assert isinstance(rref._get_future(), torch._C.Future)
+    with pytest.raises(RuntimeError, match="not created by remote"):
+        rpc.RRef(1)._get_future()
 
 
 def test_the_owner_gets_the_object_itself(rpc: ModuleType) -> None:
@@ -69,25 +152,11 @@ def test_how_it_is_shown(rpc: ModuleType, hvd: ModuleType, peer: int) -> None:
     assert re.fullmatch(shape, str(there))
 
 
-def test_it_is_generic(rpc: ModuleType) -> None:
+def test_it_is_generic_and_type_hints_are_for_script_modules(rpc: ModuleType) -> None:
     assert rpc.RRef[int](3).to_here() == 3
-
-
-def test_type_hints_are_for_script_modules(rpc: ModuleType) -> None:
     assert rpc.RRef(3, type_hint=None).to_here() == 3
     with pytest.raises(RuntimeError, match="type_hint should only be specified"):
         rpc.RRef(3, type_hint=int)
-
-
-@pytest.mark.mpi(min_size=2)
-def test_time_limits_of_fetches(rpc: ModuleType, peer: int, name: str) -> None:
-    rref = rpc.remote(peer, pass_door, (name, "value"))
-    for seconds in (0.001, 0.02):
-        with pytest.raises(RuntimeError, match="RPC ran for more than"):
-            rref.to_here(timeout=seconds)
-    rpc.rpc_sync(peer, open_door, (name,))
-    assert rref.to_here() == "value"
-    assert rref.to_here(timeout=0) == "value"
 
 
 def test_time_limit_of_the_owner_itself(rpc: ModuleType, hvd: ModuleType, name: str) -> None:
@@ -109,17 +178,41 @@ def test_fetches_of_a_value_to_come_hold_no_thread(rpc: ModuleType, peer: int, n
     assert rref.to_here(timeout=20) == "value"
 
 
-def test_the_value_may_be_none(rpc: ModuleType, peer: int) -> None:
-    assert rpc.remote(peer, give_back, (None,)).to_here() is None
+def test_without_a_context_it_is_ordinary_autograd(rpc: ModuleType) -> None:
+    leaf = torch.ones(3, requires_grad=True)
+    rref = rpc.RRef((leaf * 2).sum())
+    rref.backward(retain_graph=True)
+    rref.backward()
+    assert leaf.grad is not None
+    assert torch.equal(leaf.grad, torch.full((3,), 4.0))
+    square = rpc.RRef((leaf**2).sum())
+    square.backward()
+    with pytest.raises(RuntimeError, match="Trying to backward through the graph a second time"):
+        square.backward()
 
 
-def test_a_pending_value_is_not_lost_when_nobody_waits(rpc: ModuleType, peer: int, name: str) -> None:
-    rpc.remote(peer, keep, (name, 1))
-    deadline = time.monotonic() + 20
-    while time.monotonic() < deadline:
-        try:
-            assert rpc.rpc_sync(peer, kept, (name,)) == 1
-            break
-        except RuntimeError:
-            time.sleep(0.002)
-    rpc.rpc_sync(peer, let_go, (name,))
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        ("text", "RRef should contain a tensor for .backward()"),
+        (torch.ones(3), "does not require grad and does not have a grad_fn"),
+        (torch.ones(3, requires_grad=True), "grad can be implicitly created only for scalar outputs"),
+    ],
+)
+def test_what_the_owner_cannot_do(rpc: ModuleType, value: object, said: str) -> None:
+    with pytest.raises(RuntimeError) as caught:
+        rpc.RRef(value).backward()
+    assert said in str(caught.value)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_users_need_a_context(rpc: ModuleType, peer: int) -> None:
+    rref = rpc.remote(peer, torch.ones, (1,))
+    with pytest.raises(RuntimeError, match="User RRefs require 'dist_autograd_ctx_id' to be specified"):
+        rref.backward()
+
+
+def test_an_unknown_context(rpc: ModuleType, peer: int) -> None:
+    for rref in (rpc.RRef(torch.ones(1)), rpc.remote(peer, torch.ones, (1,))):
+        with pytest.raises(RuntimeError, match="Could not find autograd context with id: 100"):
+            rref.backward(100)
