@@ -1,7 +1,6 @@
 """Contexts: whose they are, how RPCs carry them along, and where they are the context of a thread."""
 
 import threading
-from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -9,6 +8,7 @@ import pytest
 import torch
 from support.autograd.sights import here, here_and_later, here_and_there, in_another_thread, is_known
 from support.rpc.doors import await_promise, keep_promise, open_door, pass_door
+from support.rpc.forms import FORMS
 
 import hvlike.autograd
 import hvlike.rpc
@@ -63,6 +63,8 @@ def test_a_thread_has_one_context_at_a_time(autograd: ModuleType) -> None:
             with autograd.context():
                 pytest.fail("a context in a context")
         assert here() == context
+        # A new dict each time.
+        autograd.get_gradients(context)[torch.ones(1)] = torch.ones(1)
         assert autograd.get_gradients(context) == {}
     assert here() == NO_CONTEXT
     with autograd.context() as another:
@@ -89,25 +91,14 @@ def test_other_threads_are_in_no_context(rpc: ModuleType, autograd: ModuleType, 
 def test_every_form_of_call_takes_the_context_along_without_any_tensor(
     rpc: ModuleType, autograd: ModuleType, peer: int
 ) -> None:
-    calls: list[Callable[[], Any]] = [
-        lambda: rpc.rpc_sync(peer, here),
-        lambda: rpc.rpc_async(peer, here).wait(),
-        lambda: rpc.remote(peer, here).to_here(),
-    ]
-    for call in calls:
-        with autograd.context() as context:
-            assert call() == context
-            assert rpc.rpc_sync(peer, is_known, (context,))
-        assert call() == NO_CONTEXT
-
-
-def test_a_call_of_an_operator_makes_the_context_known_to_its_worker(
-    rpc: ModuleType, autograd: ModuleType, peer: int
-) -> None:
-    with autograd.context() as context:
-        rpc.rpc_sync(peer, torch.add, (torch.ones(2), 1))
-        outside = in_another_thread(lambda: rpc.rpc_sync(peer, is_known, (context,)))
-        assert outside
+    for form in FORMS.values():
+        for function, args in ((here, ()), (torch.add, (torch.ones(2), 1))):
+            with autograd.context() as context:
+                answer = form(peer, function, args)
+                assert function is torch.add or answer == context
+                known = in_another_thread(lambda: rpc.rpc_sync(peer, is_known, (context,)))
+                assert known
+        assert form(peer, here) == NO_CONTEXT
 
 
 def test_to_here_takes_the_context_along(rpc: ModuleType, autograd: ModuleType, peer: int, hvd: ModuleType) -> None:
@@ -171,10 +162,10 @@ def test_continuations_of_async_functions_are_in_the_context(
     hvd: ModuleType, rpc: ModuleType, autograd: ModuleType, peer: int
 ) -> None:
     beyond = (peer + 1) % hvd.size()
-    for call in (rpc.rpc_sync, lambda *args: rpc.rpc_async(*args).wait(), lambda *args: rpc.remote(*args).to_here()):
+    for form in FORMS.values():
         with autograd.context() as context:
-            assert call(peer, here_and_later, (beyond,)) == (context,) * 4
-        assert call(peer, here_and_later, (beyond,)) == (NO_CONTEXT,) * 4
+            assert form(peer, here_and_later, (beyond,)) == (context,) * 4
+        assert form(peer, here_and_later, (beyond,)) == (NO_CONTEXT,) * 4
 
 
 def test_methods_by_an_rref_run_in_the_context(rpc: ModuleType, autograd: ModuleType, peer: int) -> None:
@@ -245,12 +236,6 @@ def test_gradients_of_no_context_cannot_be_had(hvd: ModuleType, autograd: Module
             autograd.get_gradients(wrong)
     with pytest.raises(TypeError):
         autograd.get_gradients()
-
-
-def test_gradients_are_a_new_dict_each_time(autograd: ModuleType) -> None:
-    with autograd.context() as context:
-        autograd.get_gradients(context)[torch.ones(1)] = torch.ones(1)
-        assert autograd.get_gradients(context) == {}
 
 
 def test_gradients_may_be_asked_for_by_any_worker_and_thread_that_knows_the_context(

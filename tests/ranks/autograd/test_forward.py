@@ -1,34 +1,26 @@
-"""Arguments in a context: what leaves a send here and a recv there, and what the function gets."""
+"""Messages in a context: what leaves a send here and a recv there, what the function gets, and what its caller."""
 
 import copy
 import pickle
-from collections import namedtuple
-from dataclasses import dataclass
+import threading
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
-from support.autograd.sights import answers, in_another_thread, is_answered, is_attached, recvs, sends, wait_for
-from support.rpc.doors import open_door, pass_door
+from support.autograd.sights import answers, in_another_thread, is_answered, is_attached, recvs, sends
+from support.rpc.doors import await_promise, keep_promise, open_door, pass_door, wait_for
+from support.rpc.forms import FORMS
 from torch import Tensor, nn
 from torch.autograd import profiler_legacy
 
 import hvlike.autograd
 import hvlike.rpc
 from hvlike.autograd.contexts import contexts
+from hvlike.rpc.functions import async_execution
 from hvlike.rpc.wire.autograd_hooks import this_thread
 
-Pair = namedtuple("Pair", ["first", "second"])
 legacy_profile: Any = profiler_legacy.profile
-
-
-@dataclass
-class Holder:
-    """A class of the user's that has a tensor."""
-
-    tensor: Tensor
-    name: str
 
 
 def leaf(*shape: int) -> Tensor:
@@ -46,30 +38,6 @@ def kind(tensor: Tensor) -> str:
     return "leaf" if tensor.requires_grad else "constant"
 
 
-def kinds_in(value: Any) -> list[str]:
-    """The same of tensors in containers."""
-    if isinstance(value, Tensor):
-        return [kind(value)]
-    if isinstance(value, Holder):
-        return kinds_in(value.tensor)
-    if isinstance(value, dict):
-        value = [*value.keys(), *value.values()]
-    return [each for part in value for each in kinds_in(part)] if isinstance(value, list | tuple) else []
-
-
-def share(first: Tensor, second: Tensor) -> tuple[list[str], bool, bool]:
-    """Whether a change in one shows in the other, which is a view of the same memory."""
-    with torch.no_grad():
-        first.fill_(5)
-    return kinds(first, second), bool((second == 5).all()), first is second
-
-
-def change_in_place(tensor: Tensor) -> tuple[str, list[float]]:
-    tensor.mul_(3).add_(1)
-    assert tensor.grad_fn is not None
-    return type(tensor.grad_fn).__name__, tensor.tolist()
-
-
 def look_at_parameter(parameter: Any) -> dict[str, Any]:
     return {
         "kind": kind(parameter),
@@ -80,40 +48,13 @@ def look_at_parameter(parameter: Any) -> dict[str, Any]:
     }
 
 
-def look_at_module(module: nn.Module, to: int) -> tuple[list[str], list[str], list[str]]:
-    """Kinds of the parameters here and on the next worker, types."""
-    types = [type(parameter).__name__ for parameter in module.parameters()]
-    here = kinds(*module.parameters())
-    return here, hvlike.rpc.rpc_sync(to, kinds, tuple(module.parameters())), types
-
-
 def describe(tensor: Tensor) -> tuple[str, Any]:
-    """Kind and how it lies in memory; strides where there are any."""
-    if tensor.layout is torch.sparse_coo:
-        return kind(tensor), (tensor.is_coalesced(), tensor.to_dense().tolist())
-    if tensor.layout is torch.strided:
-        return kind(tensor), (tensor.stride(), tensor.is_conj(), tensor.tolist())
+    """Kind and elements."""
     return kind(tensor), tensor.to_dense().tolist()
-
-
-def add_to_conjugate(tensor: Tensor) -> list[complex]:
-    tensor.add_(1)
-    values: list[complex] = tensor.tolist()
-    return values
 
 
 def fail(tensor: Tensor) -> None:
     raise KeyError("on purpose")
-
-
-def relay(tensor: Tensor, to: int) -> tuple[list[str], dict[int, tuple[int, int]], dict[int, tuple[int, int]]]:
-    """What the next worker gets of a tensor as it has come, and this worker's messages."""
-    there = hvlike.rpc.rpc_sync(to, kinds, (tensor, tensor * 2))
-    return there, sends(this_thread.context), recvs(this_thread.context)
-
-
-def through_an_rref(rref: Any, tensor: Tensor) -> list[str]:
-    return kinds(tensor, rref.to_here())
 
 
 def backward_as_usual(tensor: Tensor) -> None:
@@ -132,22 +73,16 @@ def test_a_send_and_a_recv_of_one_number_for_each_message(
         assert next(iter(sent)) >> 48 == hvd.rank()
 
 
-def test_messages_whose_tensors_do_not_require_grad_leave_nothing(
-    rpc: ModuleType, autograd: ModuleType, peer: int
-) -> None:
-    with autograd.context() as context:
-        assert rpc.rpc_sync(peer, kinds, (torch.ones(2), leaf().detach())) == ["constant", "constant"]
-        assert sends(context) == {}
-        assert rpc.rpc_sync(peer, recvs, (context,)) == {}
-
-
 def test_flags_are_per_tensor(rpc: ModuleType, autograd: ModuleType, peer: int) -> None:
     tensors = [leaf() if number % 3 else torch.ones(2) for number in range(10)]
     expected = ["attached" if number % 3 else "constant" for number in range(10)]
-    with autograd.context():
-        assert rpc.rpc_sync(peer, kinds, tensors) == expected
-        assert rpc.rpc_async(peer, kinds, tensors).wait() == expected
-        assert rpc.remote(peer, kinds, tensors).to_here() == expected
+    with autograd.context() as context:
+        assert rpc.rpc_sync(peer, kinds, (torch.ones(2), leaf().detach())) == ["constant", "constant"]
+        # A message without any leaves nothing.
+        assert sends(context) == {}
+        assert rpc.rpc_sync(peer, recvs, (context,)) == {}
+        for form in FORMS.values():
+            assert form(peer, kinds, tensors) == expected
 
 
 def test_without_a_context_the_flag_alone_survives(rpc: ModuleType, autograd: ModuleType, peer: int) -> None:
@@ -159,36 +94,11 @@ def test_without_a_context_the_flag_alone_survives(rpc: ModuleType, autograd: Mo
         assert sends(context) == {}
 
 
-def test_tensors_in_any_container_are_attached(rpc: ModuleType, autograd: ModuleType, peer: int) -> None:
-    value = [
-        (leaf(), [leaf(), {"key": leaf(), 3: torch.ones(1)}]),
-        Pair(leaf(), torch.ones(1)),
-        {leaf(): Holder(leaf(), "held")},
-    ]
-    with autograd.context():
-        there = rpc.rpc_sync(peer, kinds_in, (value,))
-    assert there == ["attached"] * 3 + ["constant", "attached", "constant"] + ["attached"] * 2
-
-
-def test_one_tensor_twice_is_one_edge(rpc: ModuleType, autograd: ModuleType, peer: int) -> None:
+def test_one_tensor_twice_is_one_edge_and_a_view_another(rpc: ModuleType, autograd: ModuleType, peer: int) -> None:
     tensor = leaf()
     with autograd.context() as context:
-        assert rpc.rpc_sync(peer, share, (tensor, tensor)) == (["attached", "attached"], True, True)
-        assert next(iter(sends(context).values())) == (peer, 1)
-
-
-@pytest.mark.parametrize("length", [4, 100_000])
-def test_views_of_one_storage_share_it_there(rpc: ModuleType, autograd: ModuleType, peer: int, length: int) -> None:
-    tensor = leaf(length)
-    with autograd.context() as context:
-        attached, shared, same = rpc.rpc_sync(peer, share, (tensor, tensor[1:3]))
-        assert (attached, shared, same) == (["attached", "attached"], True, False)
+        assert rpc.rpc_sync(peer, kinds, (tensor, tensor, tensor[1:])) == ["attached"] * 3
         assert next(iter(sends(context).values())) == (peer, 2)
-
-
-def test_what_has_come_may_be_changed_in_place(rpc: ModuleType, autograd: ModuleType, peer: int) -> None:
-    with autograd.context():
-        assert rpc.rpc_sync(peer, change_in_place, (leaf(),)) == ("AddBackward0", [4.0, 4.0, 4.0])
 
 
 def test_edges_are_those_of_the_moment_of_sending(rpc: ModuleType, autograd: ModuleType, peer: int) -> None:
@@ -202,56 +112,22 @@ def test_edges_are_those_of_the_moment_of_sending(rpc: ModuleType, autograd: Mod
         assert send.about == "kinds"
 
 
-def test_leaves_lead_to_the_nodes_that_accumulate(rpc: ModuleType, autograd: ModuleType, peer: int) -> None:
-    tensors = [leaf(), torch.eye(2).to_sparse().requires_grad_(), nn.Parameter(torch.ones(2))]
-    with autograd.context() as context:
-        rpc.rpc_sync(peer, kinds, tensors)
-        (send,) = contexts.find(context).sends.values()
-        variables: list[Any] = [edge.node for edge in send.edges]
-        assert all(node.variable is tensor for node, tensor in zip(variables, tensors, strict=True))
-
-
-def test_shapes_and_strides_stay(rpc: ModuleType, autograd: ModuleType, peer: int) -> None:
-    whole = torch.arange(12.0).view(3, 4).requires_grad_()
-    tensors = [
-        whole,
-        whole.t(),
-        whole[:, 1],
-        torch.zeros((), requires_grad=True),
-        torch.zeros(0, 3, requires_grad=True),
-    ]
-    with autograd.context():
-        for tensor in tensors:
-            assert rpc.rpc_sync(peer, describe, (tensor,)) == ("attached", (tensor.stride(), False, tensor.tolist()))
-
-
-def test_conjugates_and_complex_tensors(rpc: ModuleType, autograd: ModuleType, peer: int) -> None:
-    tensor = torch.tensor([1 + 2j, 3 - 1j], requires_grad=True)
-    with autograd.context():
-        for each in (tensor, tensor.conj()):
-            found, (_, _, values) = rpc.rpc_sync(peer, describe, (each,))
-            assert (found, values) == ("attached", each.tolist())
-            assert rpc.rpc_sync(peer, add_to_conjugate, (each,)) == (each + 1).tolist()
-
-
-@pytest.mark.parametrize("coalesced", [True, False])
-def test_sparse_tensors_are_attached(rpc: ModuleType, autograd: ModuleType, peer: int, coalesced: bool) -> None:
-    indices, values = torch.tensor([[0, 2, 2]]), torch.tensor([1.0, 2.0, 3.0])
-    plain = torch.sparse_coo_tensor(indices, values, (4,), check_invariants=False)
-    tensor = (plain.coalesce() if coalesced else plain.clone()).requires_grad_()
-    dense = tensor.detach().to_dense().tolist()
-    assert rpc.rpc_sync(peer, describe, (tensor,)) == ("leaf", (coalesced, dense))
-    with autograd.context() as context:
-        assert rpc.rpc_sync(peer, describe, (tensor,)) == ("attached", (coalesced, dense))
-        assert rpc.rpc_sync(peer, kinds, (leaf(), tensor, leaf(), plain)) == ["attached"] * 3 + ["constant"]
-        assert [count for _, count in sends(context).values()] == [1, 3]
+SPARSE: dict[str, Tensor] = {
+    "coalesced": torch.eye(3).to_sparse(),
+    "uncoalesced": torch.sparse_coo_tensor([[0, 2, 2]], [1.0, 2.0, 3.0], (4,), check_invariants=True),
+}
 
 
 @pytest.mark.filterwarnings("ignore:Sparse (CSR|CSC):UserWarning")
-def test_compressed_sparse_tensors_are_attached(rpc: ModuleType, autograd: ModuleType, peer: int) -> None:
-    tensor = torch.eye(3).to_sparse_csr().requires_grad_()
-    with autograd.context():
-        assert rpc.rpc_sync(peer, describe, (tensor,)) == ("attached", torch.eye(3).tolist())
+@pytest.mark.parametrize("layout", [*SPARSE, "rows"])
+def test_sparse_tensors_are_attached(rpc: ModuleType, autograd: ModuleType, peer: int, layout: str) -> None:
+    plain = torch.eye(3).to_sparse_csr() if layout == "rows" else SPARSE[layout].clone()
+    tensor = plain.clone().requires_grad_()
+    assert rpc.rpc_sync(peer, describe, (tensor,)) == ("leaf", plain.to_dense().tolist())
+    with autograd.context() as context:
+        assert rpc.rpc_sync(peer, describe, (tensor,)) == ("attached", plain.to_dense().tolist())
+        assert rpc.rpc_sync(peer, kinds, (leaf(), tensor, leaf(), plain)) == ["attached"] * 3 + ["constant"]
+        assert [count for _, count in sends(context).values()] == [1, 3]
 
 
 def test_a_parameter_stays_one_and_is_attached(rpc: ModuleType, autograd: ModuleType, peer: int) -> None:
@@ -265,31 +141,13 @@ def test_a_parameter_stays_one_and_is_attached(rpc: ModuleType, autograd: Module
     assert rpc.rpc_sync(peer, look_at_parameter, (parameter,)) == {"kind": "leaf", **there}
 
 
-def test_modules_come_with_attached_parameters(
-    hvd: ModuleType, rpc: ModuleType, autograd: ModuleType, peer: int
-) -> None:
-    with autograd.context():
-        here, beyond, types = rpc.rpc_sync(peer, look_at_module, (nn.Linear(2, 3), hvd.rank()))
-    assert here == beyond == ["attached", "attached"]
-    assert types == ["Parameter", "Parameter"]
-
-
-def test_operators_of_torch_get_attached_tensors_too(rpc: ModuleType, autograd: ModuleType, peer: int) -> None:
-    with autograd.context() as context:
-        for function, args in ((torch.add, (leaf(), 1)), (torch.stack, ([leaf(), leaf()],)), (nn.ReLU(), (leaf(),))):
-            assert is_attached(rpc.rpc_sync(peer, function, args))
-        own = [number for number, (rank, _) in sends(context).items() if number >> 48 == rpc.get_worker_info().id]
-        assert len(own) >= 3
-
-
 def test_where_grad_mode_is_off_nothing_is_recorded(rpc: ModuleType, autograd: ModuleType, peer: int) -> None:
     with autograd.context() as context:
         with torch.no_grad():
-            # The mode does not travel: the function there has its own.
-            assert rpc.rpc_sync(peer, torch.is_grad_enabled)
-            assert rpc.rpc_sync(peer, kinds, (leaf(),)) == ["leaf"]
-            assert rpc.rpc_async(peer, kinds, (leaf(),)).wait() == ["leaf"]
-            assert rpc.remote(peer, kinds, (leaf(),)).to_here() == ["leaf"]
+            for form in FORMS.values():
+                # The mode does not travel: the function there has its own.
+                assert form(peer, torch.is_grad_enabled)
+                assert form(peer, kinds, (leaf(),)) == ["leaf"]
             assert rpc.rpc_sync(peer, is_context, (context,))
         assert sends(context) == {}
 
@@ -298,49 +156,19 @@ def is_context(context: int) -> bool:
     return this_thread.context == context
 
 
-def test_a_worker_that_calls_itself_has_the_same_pair(hvd: ModuleType, rpc: ModuleType, autograd: ModuleType) -> None:
-    with autograd.context() as context:
-        assert rpc.rpc_sync(hvd.rank(), kinds, (leaf(),)) == ["attached"]
-        assert list(sends(context)) == list(recvs(context))
-        assert list(sends(context).values()) == [(hvd.rank(), 1)]
-
-
-def test_what_has_come_is_sent_on_from_where_it_has_come(
-    hvd: ModuleType, rpc: ModuleType, autograd: ModuleType, peer: int
+@pytest.mark.parametrize("failing", ["the function", "to open the message"])
+def test_a_call_that_fails_there_has_left_its_recv(
+    rpc: ModuleType, autograd: ModuleType, peer: int, failing: str
 ) -> None:
-    with autograd.context():
-        there, sent, came = rpc.rpc_sync(peer, relay, (leaf(), hvd.rank()))
-        assert there == ["attached", "attached"]
-        assert (hvd.rank(), 2) in sent.values()
-        assert (hvd.rank(), 1) in came.values()
-
-
-def test_beside_rrefs(hvd: ModuleType, rpc: ModuleType, autograd: ModuleType, peer: int) -> None:
-    rref = rpc.RRef(leaf())
-    with autograd.context():
-        # To its owner the value comes as it is, to all others as a copy.
-        here = "leaf" if hvd.size() == 1 else "attached"
-        assert rpc.rpc_sync(peer, through_an_rref, (rref, leaf())) == ["attached", here]
-
-
-def test_a_function_that_fails_has_had_its_arguments(
-    hvd: ModuleType, rpc: ModuleType, autograd: ModuleType, peer: int
-) -> None:
+    function, args, error = (fail, (leaf(),), "KeyError")
+    if failing == "to open the message":
+        function, args, error = kinds, (leaf(), Unreadable()), "unreadable"
     with autograd.context() as context:
-        with pytest.raises(RuntimeError, match="KeyError"):
-            rpc.rpc_sync(peer, fail, (leaf(),))
-        assert list(rpc.rpc_sync(peer, recvs, (context,))) == list(sends(context))
-        assert rpc.rpc_sync(peer, kinds, (leaf(),)) == ["attached"]
-
-
-def test_a_message_that_cannot_be_opened_leaves_its_recv(
-    hvd: ModuleType, rpc: ModuleType, autograd: ModuleType, peer: int
-) -> None:
-    with autograd.context() as context:
-        with pytest.raises(RuntimeError, match="unreadable"):
-            rpc.rpc_sync(peer, kinds, (leaf(), Unreadable()))
+        with pytest.raises(RuntimeError, match=error):
+            rpc.rpc_sync(peer, function, args)
         assert list(rpc.rpc_sync(peer, recvs, (context,))) == list(sends(context))
         assert list(sends(context).values()) == [(peer, 1)]
+        assert rpc.rpc_sync(peer, kinds, (leaf(),)) == ["attached"]
 
 
 class Unreadable:
@@ -419,3 +247,199 @@ def test_with_cloudpickle(hvd: ModuleType) -> None:
         assert is_attached(rpc.rpc_sync(peer, lambda x: x * 2, (leaf(),)))
         assert next(count for number, (_, count) in sends(context).items() if number >> 48 == hvd.rank()) == 2
     rpc.shutdown(timeout=60)
+
+
+WEIGHT = torch.ones(2, requires_grad=True)
+
+
+def of_own_leaves() -> Tensor:
+    """No argument requires grad, the result does."""
+    return WEIGHT * 2
+
+
+def own_leaf() -> Tensor:
+    return WEIGHT
+
+
+def mixed(tensor: Tensor) -> dict[str, Any]:
+    return {"double": tensor * 2, "constant": torch.ones(1), "own": WEIGHT.sum(), "detached": tensor.detach(), "n": 3}
+
+
+def wait_and_double(door: str) -> Tensor:
+    pass_door(door)
+    return of_own_leaves()
+
+
+def double_without_grad(tensor: Tensor) -> Tensor:
+    with torch.no_grad():
+        return tensor * 2
+
+
+@async_execution
+def double_later(to: int, tensor: Tensor) -> Any:
+    """The result of another worker, changed here in a callback."""
+    return hvlike.rpc.rpc_async(to, torch.mul, (tensor, 2)).then(lambda future: future.wait() * 2)
+
+
+@async_execution
+def double_without_grad_later(to: int, tensor: Tensor) -> Any:
+    with torch.no_grad():
+        return hvlike.rpc.rpc_async(to, torch.mul, (tensor, 2)).then(lambda future: (future.wait() * 2).requires_grad)
+
+
+def unsendable() -> Any:
+    """Has a tensor that requires grad, and something that cannot be sent."""
+    return WEIGHT * 2, threading.Lock()
+
+
+def test_an_answer_leaves_a_send_there_and_a_recv_here(
+    hvd: ModuleType, rpc: ModuleType, autograd: ModuleType, peer: int
+) -> None:
+    with autograd.context() as context:
+        arrived = rpc.rpc_sync(peer, of_own_leaves)
+        assert is_attached(arrived)
+        came = recvs(context)
+        assert list(came.values()) == [(peer, 1)]
+        (number,) = came
+        assert number >> 48 == peer
+        assert rpc.rpc_sync(peer, sends, (context,))[number] == (hvd.rank(), 1)
+
+
+def test_results_require_grad_because_of_leaves_there(rpc: ModuleType, autograd: ModuleType, peer: int) -> None:
+    """Every fetch of a value is a message of its own; on its owner it is no copy."""
+    is_copied = peer != rpc.get_worker_info().id
+    for function in (of_own_leaves, own_leaf):
+        rref = rpc.remote(peer, function)
+        assert rref.to_here().is_leaf or not (is_copied or function is own_leaf)
+        with autograd.context() as context:
+            assert is_attached(rpc.rpc_sync(peer, function))
+            assert is_attached(rpc.rpc_async(peer, function).wait())
+            count = len(recvs(context))
+            first, second = rref.to_here(), rref.to_here()
+            if is_copied:
+                assert is_attached(first)
+                assert first.grad_fn is not second.grad_fn
+                assert list(recvs(context).values())[count:] == [(peer, 1), (peer, 1)]
+
+
+def test_each_tensor_of_a_result_is_as_it_was_there(rpc: ModuleType, autograd: ModuleType, peer: int) -> None:
+    with autograd.context():
+        arrived = rpc.rpc_sync(peer, mixed, (torch.ones(2, requires_grad=True),))
+        assert is_attached(arrived["double"])
+        assert is_attached(arrived["own"])
+        assert arrived["double"].grad_fn is arrived["own"].grad_fn
+        assert not arrived["constant"].requires_grad
+        assert not arrived["detached"].requires_grad
+        assert not rpc.rpc_sync(peer, double_without_grad, (torch.ones(2, requires_grad=True),)).requires_grad
+
+
+def test_results_outside_of_the_context_are_leaves(rpc: ModuleType, autograd: ModuleType, peer: int) -> None:
+    with autograd.context() as context:
+        arrived = in_another_thread(lambda: rpc.rpc_sync(peer, of_own_leaves))
+        assert (arrived.requires_grad, arrived.is_leaf) == (True, True)
+        assert recvs(context) == {}
+    arrived = rpc.rpc_sync(peer, of_own_leaves)
+    assert (arrived.requires_grad, arrived.is_leaf) == (True, True)
+
+
+def test_results_under_no_grad_are_leaves(rpc: ModuleType, autograd: ModuleType, peer: int) -> None:
+    tensor = torch.ones(2, requires_grad=True)
+    with autograd.context():
+        with torch.no_grad():
+            for arrived in (
+                rpc.rpc_sync(peer, of_own_leaves),
+                rpc.rpc_async(peer, of_own_leaves).wait(),
+                rpc.rpc_sync(peer, torch.mul, (tensor, 2)),
+            ):
+                assert (arrived.requires_grad, arrived.is_leaf) == (True, True)
+            rref = rpc.remote(peer, own_leaf)
+            assert rref.to_here().is_leaf
+
+
+def test_callbacks_have_the_grad_mode_of_the_call(
+    hvd: ModuleType, rpc: ModuleType, autograd: ModuleType, peer: int
+) -> None:
+    door = f"grad mode {hvd.rank()}"
+    with autograd.context():
+        with torch.no_grad():
+            future = rpc.rpc_async(peer, wait_and_double, (door,))
+            constant = future.then(lambda done: (done.wait().is_leaf, torch.is_grad_enabled()))
+        graded = rpc.rpc_async(peer, wait_and_double, (door,)).then(
+            lambda done: (is_attached(done.wait()), torch.is_grad_enabled())
+        )
+        rpc.rpc_sync(peer, open_door, (door,))
+        assert constant.wait() == (True, False)
+        assert graded.wait() == (True, True)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_value_that_is_still_made_comes_in_the_context_of_who_fetches_it(
+    hvd: ModuleType, rpc: ModuleType, autograd: ModuleType, peer: int
+) -> None:
+    door = f"made {hvd.rank()}"
+    # Made without a context, by a call that is still going on.
+    rref = rpc.remote(peer, wait_and_double, (door,))
+
+    def fetch() -> tuple[int, bool, int]:
+        with autograd.context() as context:
+            arrived = rref.to_here()
+            return this_thread.context, is_attached(arrived), len(recvs(context))
+
+    threads: list[threading.Thread] = []
+    fetched: list[tuple[int, bool, int]] = []
+    for _ in range(2):
+        threads.append(threading.Thread(target=lambda: fetched.append(fetch())))
+        threads[-1].start()
+    plain: list[Tensor] = []
+    threads.append(threading.Thread(target=lambda: plain.append(rref.to_here())))
+    threads[-1].start()
+    with autograd.context():
+        # The door is opened in a third context.
+        rpc.rpc_sync(peer, open_door, (door,))
+    for thread in threads:
+        thread.join()
+    assert len({context for context, _, _ in fetched}) == 2
+    assert [(attached, count) for _, attached, count in fetched] == [(True, 1), (True, 1)]
+    assert plain[0].is_leaf
+
+
+def test_an_answer_that_another_call_completes_is_in_the_context_of_its_own_request(
+    hvd: ModuleType, rpc: ModuleType, autograd: ModuleType, peer: int
+) -> None:
+    promise = f"answers {hvd.rank()}"
+    with autograd.context() as context:
+        future = rpc.rpc_async(peer, await_promise, (promise,))
+
+        def keep_in_another() -> dict[int, tuple[int, int]]:
+            with autograd.context() as another:
+                rpc.rpc_sync(peer, keep_promise, (promise, torch.ones(2, requires_grad=True)))
+                found: dict[int, tuple[int, int]] = rpc.rpc_sync(peer, sends, (another,))
+                return {number: send for number, send in found.items() if number >> 48 == peer != hvd.rank()}
+
+        in_another_thread(keep_in_another)
+        assert is_attached(future.wait())
+        (number,) = recvs(context)
+        assert number in rpc.rpc_sync(peer, sends, (context,))
+
+
+def test_answers_of_async_functions_are_attached_all_the_way(
+    hvd: ModuleType, rpc: ModuleType, autograd: ModuleType, peer: int
+) -> None:
+    beyond = (peer + 1) % hvd.size()
+    tensor = torch.ones(2, requires_grad=True)
+    with autograd.context():
+        for form in FORMS.values():
+            arrived = form(peer, double_later, (beyond, tensor))
+            assert arrived.tolist() == [4.0, 4.0]
+            assert arrived.requires_grad
+            assert not arrived.is_leaf
+        assert rpc.rpc_sync(peer, double_without_grad_later, (beyond, tensor)) is False
+
+
+def test_a_result_that_cannot_be_sent_leaves_nothing(rpc: ModuleType, autograd: ModuleType, peer: int) -> None:
+    with autograd.context() as context:
+        with pytest.raises(RuntimeError, match="cannot be sent"):
+            rpc.rpc_sync(peer, unsendable)
+        assert recvs(context) == {}
+        assert rpc.rpc_sync(peer, sends, (context,)) == {}
+        assert is_attached(rpc.rpc_sync(peer, of_own_leaves))

@@ -1,4 +1,7 @@
-"""Random programs of several workers have the gradients of one process, in every mode, however their messages come."""
+"""Random programs of several workers have the gradients of one process, in every mode.
+
+Simulated jobs run such programs with their messages in every order (tests/support/simulation/programs/autograd.py).
+"""
 
 from __future__ import annotations
 
@@ -7,25 +10,22 @@ from functools import cache
 from types import ModuleType
 
 import pytest
-from support.autograd.courier import Courier
 from support.autograd.random_graphs import Expected, Key, Modules, difference, forget_leaves, run_in_one_process
 from support.autograd.random_graphs import run_over_workers as run
 from support.autograd.random_programs import draw_program
 
-SEEDS = {1: range(10), 2: range(120), 3: range(240, 320)}
-"""By number of workers: 200 over several workers; simulated jobs have others."""
+SEEDS = {1: range(10), 2: range(80), 3: range(240, 300)}
+"""By number of workers; simulated jobs have others."""
 TOLERANCE = 1e-6
 
 
 @pytest.fixture
-def courier(rpc: ModuleType, autograd: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Iterator[Courier]:
-    """A session in which messages between workers are held back for moments."""
+def home(hvd: ModuleType, rpc: ModuleType, autograd: ModuleType) -> Iterator[int]:
+    """A session in which this worker is the home of programs."""
     Modules.rpc, Modules.autograd = rpc, autograd
-    carrying = Courier(seed=rpc.get_worker_info().id, part=0.3, seconds=1e-3)
-    with carrying.instead_of_the_agent(monkeypatch) as ready:
-        yield ready
-        # Until the last worker is through, messages of its programs come and go.
-        rpc.api._all_gather(None)
+    yield hvd.rank()
+    # Until the last worker is through, messages of its programs come and go.
+    rpc.api._all_gather(None)
     forget_leaves()
 
 
@@ -40,19 +40,17 @@ def keys(size: int, rank: int) -> list[Key]:
 
 
 @pytest.mark.parametrize("mode", ["safe", "smart", "fast"])
-def test_gradients_are_those_of_one_process(hvd: ModuleType, courier: Courier, mode: str) -> None:
-    for key in keys(hvd.size(), hvd.rank()):
+def test_gradients_are_those_of_one_process(hvd: ModuleType, home: int, mode: str) -> None:
+    for key in keys(hvd.size(), home):
         if mode != "fast" or expected(key).every_result_is_used:
             apart = difference(run(key, mode=mode), expected(key).gradients)
             assert apart < TOLERANCE, f"{key} in mode {mode} is off by {apart}\n{draw_program(*key)}"
-    if hvd.size() > 1:
-        assert courier.carried > 0
 
 
 def test_a_program_with_unused_results_is_an_error_in_fast_and_leaves_the_next_one_alone(
-    hvd: ModuleType, courier: Courier
+    hvd: ModuleType, home: int
 ) -> None:
-    wasteful = [key for key in keys(hvd.size(), hvd.rank()) if wastes_in_its_first_pass(key)][:10]
+    wasteful = [key for key in keys(hvd.size(), home) if wastes_in_its_first_pass(key)][:10]
     assert wasteful
     for key in wasteful:
         with pytest.raises(RuntimeError, match="fast"):

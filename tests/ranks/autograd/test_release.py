@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.autograd.sights import here, is_known, recvs, sends, wait_for
-from support.rpc.doors import open_door, pass_door
+from support.autograd.sights import here, is_known
+from support.rpc.doors import open_door, pass_door, wait_for
 
 import hvlike.autograd
 import hvlike.rpc
@@ -29,11 +29,6 @@ def call_when_open(door: str, to: int, tensor: torch.Tensor) -> tuple[int, bool,
     pass_door(door)
     doubled = hvlike.rpc.rpc_sync(to, torch.mul, (tensor, 2))
     return here(), hvlike.rpc.rpc_sync(to, is_known, (here(),)), doubled.is_leaf
-
-
-def is_gone(rank: int, context: int) -> bool:
-    """Whether a worker does not have the context any more."""
-    return not hvlike.rpc.rpc_sync(rank, is_known, (context,))
 
 
 class Told:
@@ -122,22 +117,18 @@ def test_what_a_backward_has_held_does_not_wait_for_the_garbage_collector(
 
 
 @pytest.mark.parametrize("ending", ["as usual", "by an exception"])
-def test_a_context_is_gone_here_at_once(autograd: ModuleType, ending: str) -> None:
-    try:
-        with autograd.context() as context:
-            if ending == "by an exception":
-                raise KeyError("of the program")
-    except KeyError:
-        pass
-    with pytest.raises(RuntimeError, match=f"{UNKNOWN}{context}$"):
-        autograd.get_gradients(context)
-
-
-@pytest.mark.parametrize("ending", ["as usual", "by an exception"])
-def test_a_context_goes_on_all_workers_that_it_has_reached(
+def test_a_context_goes_here_at_once_and_soon_on_all_workers_that_it_has_reached(
     hvd: ModuleType, rpc: ModuleType, autograd: ModuleType, peer: int, ending: str
 ) -> None:
     beyond = (peer + 1) % hvd.size()
+    fetched = rpc.remote(peer, torch.ones, (2,))
+    try:
+        with autograd.context() as another:
+            # No call runs there in the context: the value is only fetched.
+            fetched.to_here()
+            raise KeyError("of the program")
+    except KeyError:
+        pass
     try:
         with autograd.context() as context:
             assert rpc.rpc_sync(peer, pass_on, (context, beyond)) == [True, True]
@@ -145,15 +136,10 @@ def test_a_context_goes_on_all_workers_that_it_has_reached(
                 raise KeyError("of the program")
     except KeyError:
         pass
-    for rank in (peer, beyond):
-        wait_for(partial(is_gone, rank, context))
-
-
-def test_a_worker_that_only_has_a_value_fetched_is_told_too(rpc: ModuleType, autograd: ModuleType, peer: int) -> None:
-    rref = rpc.remote(peer, torch.ones, (2,))
-    with autograd.context() as context:
-        rref.to_here()
-    wait_for(lambda: not rpc.rpc_sync(peer, is_known, (context,)))
+    with pytest.raises(RuntimeError, match=f"{UNKNOWN}{context}$"):
+        autograd.get_gradients(context)
+    for rank, over in ((peer, another), (peer, context), (beyond, context)):
+        wait_for(lambda rank=rank, over=over: not rpc.rpc_sync(rank, is_known, (over,)))
 
 
 def test_what_goes_on_in_a_released_context_does_not_bring_it_back(
@@ -246,6 +232,10 @@ def test_a_release_that_overtakes_messages_keeps_the_context_away() -> None:
     context = 2 << 48
     contexts, agent = worker(1)
     agent.hearers[RELEASE](2, (context, context))
+    # Nor does one come back to its creator.
+    made = contexts.create()
+    contexts.release(made)
+    contexts.came((made.id, 0), 3, ())
     tensors = [leaf()]
     assert contexts.came((context, 7), 2, tensors) is tensors
     assert tensors[0].is_leaf
@@ -254,15 +244,6 @@ def test_a_release_that_overtakes_messages_keeps_the_context_away() -> None:
     # Another context of the same creator is not concerned.
     contexts.came((context + 1, 8), 2, ())
     assert contexts.live() == [context + 1]
-
-
-@pytest.mark.pure
-def test_a_late_message_does_not_bring_a_context_back_to_its_creator() -> None:
-    contexts, _ = worker(2)
-    made = contexts.create()
-    contexts.release(made)
-    contexts.came((made.id, 0), 1, ())
-    assert contexts.live() == []
 
 
 @pytest.mark.pure
@@ -318,10 +299,10 @@ def test_a_worker_that_leaves_the_session_before_is_there_in_the_next_one() -> N
 
 
 @pytest.mark.pure
-def test_ten_thousand_contexts_leave_nothing() -> None:
+def test_two_thousand_contexts_leave_nothing() -> None:
     creator, agent = worker(0)
     other, its_agent = worker(1)
-    for number in range(10_000):
+    for number in range(2000):
         made = creator.create()
         assert rank_of_id(made.id) == 0
         note = creator.sent(made.id, 1, "", [leaf()] if number % 100 == 0 else ())
@@ -351,14 +332,3 @@ def test_a_message_that_was_dropped_unopened_takes_its_send_back() -> None:
     its_agent.hearers[WITHDRAW](1, note)
     its_agent.hearers[WITHDRAW](1, note)
     assert not made.sends
-
-
-def test_sends_and_recvs_are_of_their_context_alone(rpc: ModuleType, autograd: ModuleType, peer: int) -> None:
-    numbers = []
-    for _ in range(2):
-        with autograd.context() as context:
-            rpc.rpc_sync(peer, torch.add, (leaf(), 1))
-            there = rpc.rpc_sync(peer, recvs, (context,))
-            numbers += [number for number, (rank, _) in sends(context).items() if rank == peer and number in there]
-    assert len(numbers) == len(set(numbers))
-    assert len(numbers) >= 2
