@@ -8,11 +8,8 @@ FOLDER = CHECKOUT / "tests" / "ranks" / "torch_distributed" / "parallelism"
 LAWS = {
     "test_data_parallel.py": "default or no_sync or half or shadow",
     "test_communication_hooks.py": "fp16_compress_hook or chain",
-    "test_sharded_optimizers.py": "as_one_process",
-    "test_fsdp2.py": "as_one_process or copies",
-    "test_state_dicts.py": "sharded",
-    "test_dtensor.py": "two_dimensions or partial_sums",
-    "test_tensor_parallel.py": "sequence or fully_shard",
+    "test_sharding.py": "second or shared_out or checkpoint",
+    "test_dtensor.py": "two_dimensions or partial_sums or sequence or fully_shard",
     "test_pipelines.py": "1F1B or copies",
     "test_hvlike_on_groups.py": "half or shared_out",
 }

@@ -1,19 +1,19 @@
-"""Ranks that wait for each other in different groups are told so at once; ranks that are only late are waited for."""
+"""Ranks that wait for each other, or whose threads call in another order, are told; who is late is waited for."""
 
+import re
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from support.torch_distributed.backend import World, beyond_gloo
-from support.torch_distributed.values import mine, of_all
+from support.torch_distributed.backend import World, beyond_gloo, mine, of_all
 
 import hvlike
-from hvlike.errors import DeadlockError
+from hvlike.errors import DeadlockError, MismatchError
 
 pytestmark = [beyond_gloo, pytest.mark.mpi(min_size=2)]
 
@@ -50,19 +50,6 @@ def test_two_groups_in_crossed_order(world: World, groups: tuple[Any, Any]) -> N
 
 
 @pytest.mark.mpi(min_size=3)
-def test_a_circle_of_groups_of_two(world: World) -> None:
-    """No two ranks wait for each other."""
-    pairs = [dist.new_group(sorted({rank, (rank + 1) % world.size})) for rank in range(world.size)]
-    with pytest.raises(DeadlockError) as caught:
-        dist.all_reduce(torch.ones(3), group=pairs[world.rank])
-    for rank in range(world.size):
-        assert f"rank {rank} waits in call 1, all_reduce, of the group" in str(caught.value)
-    dist.barrier()
-    for rank in {world.rank, (world.rank - 1) % world.size}:
-        dist.destroy_process_group(pairs[rank])
-
-
-@pytest.mark.mpi(min_size=3)
 def test_a_rank_that_has_no_part_in_it_goes_on(world: World) -> None:
     first, second = dist.new_group([0, 1]), dist.new_group([0, 1])
     hvlike.allreduce(torch.ones(2), op=hvlike.Sum)
@@ -83,48 +70,27 @@ def test_a_group_and_an_operation_of_hvlike(world: World, groups: tuple[Any, Any
     assert hvlike.allreduce(torch.ones(2), op=hvlike.Sum, name="crossed").tolist() == [world.size] * 2
 
 
-def test_who_computes_for_long_is_late(world: World, groups: tuple[Any, Any]) -> None:
-    """Rank 0 waits in one group, the others in the other one, for the last rank, which comes to both."""
-    first, second = groups
-    last = world.size - 1
-    if world.rank == last:
-        time.sleep(LATE_SECONDS)
-    dist.barrier(first)
-    if world.rank == 0:
-        time.sleep(LATE_SECONDS)
-    dist.barrier(second)
-
-
-def test_another_thread_may_make_the_call(world: World, groups: tuple[Any, Any]) -> None:
+@pytest.mark.parametrize("who", ["another thread", "what is chained to a future"])
+def test_others_may_make_the_call(world: World, groups: tuple[Any, Any], who: str) -> None:
     first, second = groups
 
-    def later() -> None:
+    def later(_: object = None) -> None:
         time.sleep(LATE_SECONDS)
         dist.barrier(first)
 
     if world.rank == 0:
+        dist.barrier(first)
         dist.barrier(first)
         dist.barrier(second)
-    else:
-        thread = threading.Thread(target=later)
+        return
+    begun = dist.barrier(first, async_op=True)
+    thread = threading.Thread(target=later)
+    if who == "another thread":
         thread.start()
         dist.barrier(second)
         thread.join()
-
-
-def test_what_is_chained_to_a_future_may_make_the_call(world: World, groups: tuple[Any, Any]) -> None:
-    first, second = groups
-
-    def later(future: Any) -> None:
-        time.sleep(LATE_SECONDS)
-        dist.barrier(first)
-
-    if world.rank == 0:
-        dist.barrier(first)
-        dist.barrier(first)
-        dist.barrier(second)
     else:
-        dist.barrier(first, async_op=True).get_future().then(later)
+        begun.get_future().then(later)
         dist.barrier(second)
 
 
@@ -140,3 +106,60 @@ def test_a_wait_with_a_timeout_is_left_to_it(world: World, groups: tuple[Any, An
         work.wait()
         dist.barrier(first)
     work.wait()
+
+
+def in_threads(*calls: Callable[[], dist.Work]) -> list[BaseException]:
+    """Make the calls one after the other, each in a thread of its own, which then waits; return how they ended."""
+    errors: list[BaseException] = []
+    made = [threading.Event() for _ in calls]
+
+    def run(number: int) -> None:
+        if number:
+            made[number - 1].wait()
+        work = calls[number]()
+        made[number].set()
+        try:
+            work.wait()
+        except MismatchError as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(len(calls))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return errors
+
+
+@pytest.mark.parametrize("late", [1, 2], ids=["one other call", "two other calls"])
+def test_the_error_names_the_call_that_differs(world: World, late: int) -> None:
+    """Of several threads in one group. The error of a call that ended with an earlier one once described itself, as
+    "barrier() here, but rank 1 barrier()".
+    """
+    group = dist.new_group(list(range(world.size)))
+    dist.barrier(group)
+
+    def barrier() -> dist.Work:
+        return dist.barrier(group, async_op=True)
+
+    def reduce() -> dist.Work:
+        return dist.all_reduce(torch.ones(5, 2), group=group, async_op=True)
+
+    first, *others = (reduce, *[barrier] * late) if world.rank == 0 else (barrier, reduce, *[barrier] * (late - 1))
+    errors = in_threads(first, *others)
+    # All have asked the others what they have called.
+    dist.barrier()
+    assert len(errors) == 1 + late
+    mine, theirs = "all_reduce(float32 [5, 2])", "barrier()"
+    if world.rank:
+        mine, theirs = theirs, mine
+    for error in errors:
+        text = str(error)
+        assert re.search(rf"call \d+, {mine.split('(')[0]}, of the group", text)
+        assert f"is {mine} here, but " in text
+        # One that has ended its calls already may not be named.
+        differing = [0] if world.rank else range(1, world.size)
+        assert any(f"rank {rank} {theirs}" in text for rank in differing)
+        assert "threads need a group each" in text
+    assert sum("ended with an earlier one: " in str(error) for error in errors) == late
+    dist.destroy_process_group(group)

@@ -1,4 +1,4 @@
-"""Functional collectives: values, gradients, and within torch.compile; and torch.distributed.nn.functional."""
+"""Functional collectives: values and gradients; within torch.compile they are in parallelism/test_compiled.py."""
 
 from collections.abc import Callable
 
@@ -6,8 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
-from support.torch_distributed.backend import World
-from support.torch_distributed.values import mine, of_all
+from support.torch_distributed.backend import World, mine, of_all
 from torch import Tensor
 
 Group = dist.ProcessGroup
@@ -91,45 +90,6 @@ def test_uneven_all_to_all_single(world: World) -> None:
     assert torch.equal(result + 0, torch.cat(rows))
 
 
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_compiled(world: World, backend: str) -> None:
-    """One graph with every collective, without a break."""
-    torch._dynamo.reset()
-    group, size = dist.group.WORLD, world.size
-
-    def everything(x: Tensor) -> list[Tensor]:
-        return [function(x * 1, group, size) + 0 for function in FUNCTIONS.values()]
-
-    compiled = torch.compile(everything, backend=backend, fullgraph=True)
-    for _ in range(2):
-        for name, result in zip(FUNCTIONS, compiled(mine(world.rank)), strict=True):
-            assert torch.equal(result, expected(name, world.rank, size)), name
-
-
-@pytest.mark.timeout(300)
-@pytest.mark.skipif(not hasattr(dist, "all_gather_single"), reason="torch called it otherwise before 2.10")
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_collectives_of_torch_distributed_compile(world: World, backend: str) -> None:
-    """In place, as programs write them."""
-    torch._dynamo.reset()
-    size = world.size
-
-    def step(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        y = x * 2
-        dist.all_reduce(y)
-        rows = torch.empty(size * x.shape[0], x.shape[1])
-        dist.all_gather_single(rows, x)
-        part = torch.empty_like(x)
-        dist.reduce_scatter_single(part, rows)
-        return y + 1, rows * 1, part * 1
-
-    y, rows, part = torch.compile(step, backend=backend)(mine(world.rank))
-    assert torch.equal(y, 2 * sum(of_all(size)) + 1)
-    assert torch.equal(rows, torch.cat(of_all(size)))
-    assert torch.equal(part, mine(world.rank) * size)
-
-
 def gradient(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     x = x.clone().requires_grad_()
     result = function(x)
@@ -147,40 +107,3 @@ def test_gradients_of_functional_collectives(world: World) -> None:
     assert torch.equal(got, torch.arange(1.0, 7).view(2, 3) * world.size)
     got = gradient(lambda x: funcol.all_to_all_single_autograd(torch.cat([x] * world.size), None, None, group), x)
     assert torch.equal(got, sum(torch.arange(1.0, 7).view(2, 3) + 6 * world.rank for _ in range(world.size)))
-
-
-def test_differentiable_collectives(world: World) -> None:
-    """torch.distributed.nn.functional."""
-    import torch.distributed.nn.functional as collectives
-
-    # The default of these functions is the group that was there when they were imported.
-    group = dist.group.WORLD
-    x, scale = mine(world.rank), torch.arange(1.0, 7).view(2, 3)
-    assert torch.equal(gradient(lambda x: collectives.all_reduce(x, group=group), x), scale * world.size)
-    got = gradient(lambda x: torch.cat(collectives.all_gather(x, group)), x)
-    own = torch.arange(1.0, 6 * world.size + 1).view(-1, 3)[2 * world.rank : 2 * world.rank + 2]
-    assert torch.equal(got, own * world.size)
-    got = gradient(lambda x: collectives.reduce_scatter(torch.empty(2, 3), [x] * world.size, group=group), x)
-    assert torch.equal(got, scale * world.size)
-    got = gradient(lambda x: collectives.broadcast(x, 0, group), x)
-    assert torch.equal(got, scale * world.size if world.rank == 0 else torch.zeros(2, 3))
-    got = gradient(lambda x: collectives.reduce(x, 0, group=group), x)
-    assert torch.equal(got, scale)
-    outputs = torch.empty(2 * world.size, 3)
-    got = gradient(lambda x: collectives.all_to_all_single(outputs, torch.cat([x] * world.size), group=group), x)
-    assert torch.equal(got, sum(scale + 6 * world.rank for _ in range(world.size)))
-    got = gradient(
-        lambda x: torch.cat(
-            collectives.all_to_all([torch.empty(2, 3) for _ in range(world.size)], [x] * world.size, group)
-        ),
-        x,
-    )
-    assert torch.equal(got, sum(scale + 6 * world.rank for _ in range(world.size)))
-    # gather's and scatter's gradients are each other.
-    got = gradient(
-        lambda x: torch.cat(collectives.gather(x, 0, group)) if world.rank == 0 else collectives.gather(x, 0, group)[0],
-        x,
-    )
-    assert got.shape == x.shape
-    got = gradient(lambda x: collectives.scatter([x + place for place in range(world.size)], 0, group), x)
-    assert torch.equal(got, scale * world.size if world.rank == 0 else torch.zeros(2, 3))

@@ -1,13 +1,18 @@
-"""Groups of any ranks: made, nested, split, used at the same time, destroyed."""
+"""Groups of any ranks: made, nested, split, in meshes, used at the same time, destroyed; nothing of them stays."""
 
+import gc
 import itertools
+import os
+import resource
+import threading
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from support.torch_distributed.backend import BACKEND, World, beyond_gloo, on_several_hosts, start
-from support.torch_distributed.values import mine, of_all
+from support.torch_distributed.backend import BACKEND, World, beyond_gloo, mine, of_all, on_several_hosts, start
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 
 def members(world: World) -> list[list[int]]:
@@ -95,17 +100,6 @@ def test_the_order_of_ranks_is_sorted_unless_it_shall_stay(world: World) -> None
     assert part.item() == dist.get_rank(group) * world.size
 
 
-def test_a_group_within_a_group(world: World) -> None:
-    """Ranks of new_group are global ones, whatever groups there are."""
-    outer = list(range(world.size - 1)) or [0]
-    outer_group = dist.new_group(outer)
-    inner_group = dist.new_group(outer[-1:])
-    if world.rank in outer:
-        assert total(outer_group, 1) == len(outer)
-    if world.rank == outer[-1]:
-        assert total(inner_group, 5) == 5
-
-
 def test_calls_in_different_groups_may_cross(world: World) -> None:
     """Asynchronous calls of two groups, started in opposite orders on two ranks."""
     one, other = dist.new_group(), dist.new_group()
@@ -172,22 +166,6 @@ def test_a_group_that_this_rank_does_not_belong_to(world: World) -> None:
         assert tensor == 1
 
 
-def test_wrong_groups(world: World) -> None:
-    with pytest.raises((ValueError, RuntimeError)):
-        dist.new_group([world.size])
-    with pytest.raises((ValueError, RuntimeError)):
-        dist.new_group(list(range(world.size + 1)))
-    dist.barrier()
-
-
-def test_a_destroyed_group_is_gone(world: World) -> None:
-    group = dist.new_group()
-    dist.destroy_process_group(group)
-    with pytest.raises(ValueError, match=r"Invalid process group|not initialized|not exist|not registered"):
-        dist.get_backend(group)
-    assert total(None, 1) == world.size
-
-
 @pytest.mark.parametrize("turn", range(2))
 def test_destroy_all_and_start_again(world: World, turn: int) -> None:
     """Groups of the first start are gone with it; the second has none of its calls."""
@@ -203,11 +181,91 @@ def test_destroy_all_and_start_again(world: World, turn: int) -> None:
     assert total(dist.new_group(), 1) == world.size
 
 
-def test_groups_are_destroyed_in_any_order(world: World) -> None:
-    """A rank may be through with a group long before others."""
-    groups = [dist.new_group() for _ in range(3)]
-    for group in groups:
-        assert total(group, 1) == world.size
-    for group in groups if world.rank % 2 else groups[::-1]:
+def shapes(size: int, dimensions: int) -> list[tuple[int, ...]]:
+    """All ways to cut so many ranks."""
+    if dimensions == 1:
+        return [(size,)]
+    return [
+        (first, *rest)
+        for first in range(1, size + 1)
+        if size % first == 0
+        for rest in shapes(size // first, dimensions - 1)
+    ]
+
+
+@pytest.mark.parametrize("names", [("dp",), ("dp", "tp"), ("pp", "dp", "tp")])
+def test_each_dimension_has_its_group(world: World, names: tuple[str, ...]) -> None:
+    for shape in shapes(world.size, len(names)):
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+        ranks = torch.arange(world.size).view(shape)
+        place = mesh.get_coordinate()
+        assert ranks[tuple(place)] == world.rank
+        for dimension, name in enumerate(names):
+            index = tuple(slice(None) if other == dimension else where for other, where in enumerate(place))
+            row = ranks[index].tolist()
+            group = mesh[name].get_group() if len(names) > 1 else mesh.get_group()
+            assert dist.get_process_group_ranks(group) == row
+            assert total(group, world.rank) == sum(row)
+            assert mesh.get_local_rank(name) == place[dimension]
+            assert mesh.size(dimension) == shape[dimension]
+
+
+def test_submeshes(world: World) -> None:
+    shape = (world.size, 1, 1)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("pp", "dp", "tp"))
+    both = mesh["pp", "dp"]
+    assert both.shape == shape[:2]
+    flat = both._flatten("all")
+    assert total(flat.get_group(), 1) == world.size
+    assert total(mesh["tp"].get_group(), 7) == 7
+
+
+def test_a_mesh_from_groups(world: World) -> None:
+    mesh = DeviceMesh.from_group(dist.group.WORLD, "cpu")
+    assert mesh.size() == world.size
+    tensor = torch.ones(3)
+    dist.all_reduce(tensor, group=mesh.get_group())
+    assert tensor.tolist() == [world.size] * 3
+    mesh = DeviceMesh("cpu", list(range(world.size)))
+    assert mesh.get_local_rank() == world.rank
+
+
+GROUPS = 300
+# What a group may leave behind: the records that torch and MPI keep.
+KIB_OF_A_GROUP = 20
+
+
+def held() -> tuple[int, int, int]:
+    """Open files, files in /dev/shm that are ours, and threads."""
+    gc.collect()
+    ours = sum(f"{os.getpid()}" in path.name for path in Path("/dev/shm").iterdir())
+    return len(os.listdir("/proc/self/fd")), ours, threading.active_count()
+
+
+def use(group: dist.ProcessGroup) -> None:
+    tensor = torch.ones(1000)
+    dist.all_reduce(tensor, group=group)
+    assert tensor[0] == group.size()
+
+
+def make(world: World, number: int) -> None:
+    """Groups of all, of all but one, and of one rank."""
+    outside = number % (world.size + 1)
+    ranks = [rank for rank in range(world.size) if rank != outside] or [0]
+    group = dist.new_group(ranks, use_local_synchronization=number % 2 == 0)
+    if world.rank in ranks:
+        use(group)
         dist.destroy_process_group(group)
-    assert total(None, 1) == world.size
+
+
+@beyond_gloo
+def test_groups_leave_nothing_behind(world: World) -> None:
+    for number in range(20):
+        make(world, number)
+    before, memory = held(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    for number in range(GROUPS):
+        make(world, number)
+    dist.barrier()
+    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory
+    assert held() == before
+    assert grown < KIB_OF_A_GROUP * GROUPS

@@ -8,10 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.torch_distributed.backend import BACKEND, World
-from torch import nn
 from torch.autograd.profiler import profile as autograd_profile
 from torch.distributed.tensor.debug import CommDebugMode
-from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 
 
@@ -71,13 +69,6 @@ def test_a_profile_shows_messages_and_waits(world: World) -> None:
                 dist.send(torch.ones(2), other)
     assert ("recv" if world.rank else "send") in _names(recorded)
     assert world.rank == 0 or BACKEND == "gloo" or "wait" in _names(recorded)
-
-
-def test_a_profile_shows_the_buckets_of_ddp(world: World) -> None:
-    model = DistributedDataParallel(nn.Linear(4, 2))
-    with _kineto() as recorded:
-        model(torch.ones(1, 4)).sum().backward()
-    assert "all_reduce" in _names(recorded)
 
 
 def test_calls_before_and_after_are_not_in_a_profile(world: World) -> None:

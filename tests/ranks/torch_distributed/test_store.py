@@ -1,18 +1,23 @@
-"""MpiStore: each call does what torch.distributed.Store documents, on any rank, directly and through a PrefixStore."""
+"""MpiStore: each call does what torch.distributed.Store documents, on any rank, directly and through a PrefixStore.
+
+And hvlike's own way to start torch.distributed, for programs that use both: once, and never over another backend.
+"""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 
 from hvlike.errors import UsageError
+from hvlike.integrations.torch_distributed import init_process_group
 from hvlike.torch_distributed.store import MpiStore
 
 SHORT = timedelta(seconds=0.2)
@@ -29,13 +34,10 @@ def test_what_a_rank_sets_the_others_get(store: Any, hvd: ModuleType) -> None:
     store.set(f"key{hvd.rank()}", f"value{hvd.rank()}")
     for rank in range(hvd.size()):
         assert store.get(f"key{rank}") == f"value{rank}".encode()
-
-
-def test_a_value_may_be_long(store: Any, hvd: ModuleType) -> None:
-    value = "0123456789" * 100_000
+    long = "0123456789" * 100_000
     if hvd.rank() == hvd.size() - 1:
-        store.set("long", value)
-    assert store.get("long") == value.encode()
+        store.set("long", long)
+    assert store.get("long") == long.encode()
 
 
 def test_get_and_wait_wait_until_another_rank_has_set_the_key(store: Any, hvd: ModuleType) -> None:
@@ -75,22 +77,12 @@ def test_compare_set_changes_a_value_once(store: Any, hvd: ModuleType) -> None:
     assert store.compare_set("winner", winner.decode(), "nobody") == b"nobody"
 
 
-def test_keys_are_counted_and_deleted(hvd: ModuleType) -> None:
-    store = MpiStore()
+def test_keys_are_counted_and_deleted(store: Any, hvd: ModuleType) -> None:
     store.set(f"key{hvd.rank()}", "")
     store.wait([f"key{rank}" for rank in range(hvd.size())])
     assert store.num_keys() == hvd.size()
-    assert sorted(store.list_keys()) == [f"key{rank}" for rank in range(hvd.size())]
-    hvd.barrier()
-    assert store.delete_key(f"key{hvd.rank()}")
-    assert not store.delete_key(f"key{hvd.rank()}")
-
-
-def test_keys_are_counted_and_deleted_in_a_prefix_store(hvd: ModuleType) -> None:
-    store = dist.PrefixStore("prefix", MpiStore())
-    store.set(f"key{hvd.rank()}", "")
-    store.wait([f"key{rank}" for rank in range(hvd.size())])
-    assert store.num_keys() == hvd.size()
+    if isinstance(store, MpiStore):
+        assert sorted(store.list_keys()) == [f"key{rank}" for rank in range(hvd.size())]
     hvd.barrier()
     assert store.delete_key(f"key{hvd.rank()}")
     assert not store.delete_key(f"key{hvd.rank()}")
@@ -171,5 +163,28 @@ def test_gloo_starts_over_it(hvd: ModuleType) -> None:
         answers: list[Any] = [None] * hvd.size()
         dist.all_gather_object(answers, hvd.rank())
         assert answers == list(range(hvd.size()))
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.fixture
+def ranks(hvd: ModuleType) -> Iterator[tuple[int, int]]:
+    """torch.distributed, started over hvlike: this rank, and how many there are."""
+    init_process_group()
+    yield dist.get_rank(), dist.get_world_size()
+    dist.destroy_process_group()
+
+
+def test_it_is_the_default_group_and_starts_once(ranks: tuple[int, int], hvd: ModuleType) -> None:
+    init_process_group()
+    assert (hvd.rank(), hvd.size()) == ranks
+    assert dist.get_backend() == "hvlike"
+
+
+def test_another_backend_is_not_replaced(hvd: ModuleType) -> None:
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    try:
+        with pytest.raises(UsageError, match="'gloo'"):
+            init_process_group()
     finally:
         dist.destroy_process_group()

@@ -6,146 +6,87 @@ mpirun -n 4 python mixed_operations.py OPERATIONS
 import random
 import sys
 import threading
-from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from support.torch_distributed.operations import MOVING, REDUCING, Call, Done, Members
 
 import hvlike  # noqa: F401  Registers the backend where it is on the path and not installed.
 
 THREADS = 4
-OPERATIONS = int(sys.argv[1])
+KINDS = (*REDUCING, *MOVING, "objects", "barrier", "ring")
 
 wrong: list[object] = []
-Call = tuple[Any, Callable[[], object]]  # The work, None where it is done; and what checks the result
-
-
-def check(what: str, got: Tensor, expected: Tensor) -> None:
-    if not torch.equal(got, expected):
-        wrong.append((what, got.flatten()[:4].tolist(), expected.flatten()[:4].tolist()))
-
-
-def value(place: int, length: int, turn: int) -> Tensor:
-    return torch.arange(length, dtype=torch.float64) + 1000 * place + turn
 
 
 class Mixer(threading.Thread):
     """One thread, with a group that only threads of its number use."""
 
-    def __init__(self, number: int, group: dist.ProcessGroup) -> None:
+    def __init__(self, number: int, members: Members, operations: int) -> None:
         super().__init__()
-        self.group, self.ranks = group, dist.get_process_group_ranks(group)
-        self.size, self.place = len(self.ranks), dist.get_rank(group)
+        self.members, self.operations = members, operations
         self.draw = random.Random(number)  # The same on every rank
-        self.pending: list[Call] = []
+        self.pending: list[tuple[Call, Done]] = []
 
     def run(self) -> None:
         try:
-            for turn in range(OPERATIONS // THREADS):
-                name = self.draw.choice(NAMES)
+            for turn in range(self.operations):
+                kind = self.draw.choice(KINDS)
                 length = self.draw.choice((1, 3, 100, 5000, 70_000))
-                root, asynchronous = self.draw.randrange(self.size), self.draw.random() < 0.5
-                work, after = getattr(self, name)(length, turn, root, asynchronous)
-                if asynchronous and work is not None:
-                    self.pending.append((work, after))
-                else:
-                    after()
-                if len(self.pending) >= self.draw.randrange(1, 12):
+                asynchronous, seed = self.draw.random() < 0.5, self.draw.randrange(100)
+                if kind in ("objects", "barrier", "ring"):
+                    getattr(self, kind)(length, turn)
+                    continue
+                op = self.draw.choice(("SUM", "MAX"))
+                call = Call(kind, op, torch.float64, (length,), asynchronous=asynchronous, seed=seed)
+                self.pending.append((call, call.run(self.members)))
+                if not asynchronous or len(self.pending) >= self.draw.randrange(1, 12):
                     self.settle()
             self.settle()
         except Exception as error:
             wrong.append(repr(error))
 
     def settle(self) -> None:
-        for work, after in self.pending:
-            work.wait()
-            after()
+        """Wait for all that was begun, and check it."""
+        for call, done in self.pending:
+            call.check(done)
         self.pending.clear()
 
-    def mine(self, length: int, turn: int) -> Tensor:
-        return value(self.place, length, turn)
+    def objects(self, length: int, turn: int) -> None:
+        got = [None] * self.members.size
+        dist.all_gather_object(got, (self.members.place, turn), group=self.members.group)
+        assert got == [(place, turn) for place in self.members.places]
 
-    def all(self, length: int, turn: int) -> list[Tensor]:
-        return [value(place, length, turn) for place in range(self.size)]
+    def barrier(self, length: int, turn: int) -> None:
+        dist.barrier(self.members.group)
 
-    def all_reduce(self, length: int, turn: int, root: int, asynchronous: bool) -> Call:
-        x = self.mine(length, turn)
-        work = dist.all_reduce(x, group=self.group, async_op=asynchronous)
-        return work, lambda: check("all_reduce", x, sum(self.all(length, turn)))
-
-    def reduce(self, length: int, turn: int, root: int, asynchronous: bool) -> Call:
-        x = self.mine(length, turn)
-        work = dist.reduce(x, self.ranks[root], dist.ReduceOp.MAX, group=self.group, async_op=asynchronous)
-        return work, lambda: self.place != root or check("reduce", x, self.all(length, turn)[-1])
-
-    def broadcast(self, length: int, turn: int, root: int, asynchronous: bool) -> Call:
-        x = self.mine(length, turn)
-        work = dist.broadcast(x, self.ranks[root], group=self.group, async_op=asynchronous)
-        return work, lambda: check("broadcast", x, value(root, length, turn))
-
-    def all_gather(self, length: int, turn: int, root: int, asynchronous: bool) -> Call:
-        rows = [torch.zeros(length, dtype=torch.float64) for _ in range(self.size)]
-        work = dist.all_gather(rows, self.mine(length, turn), group=self.group, async_op=asynchronous)
-        return work, lambda: check("all_gather", torch.stack(rows), torch.stack(self.all(length, turn)))
-
-    def reduce_scatter(self, length: int, turn: int, root: int, asynchronous: bool) -> Call:
-        part = torch.zeros(length, dtype=torch.float64)
-        whole = torch.cat([self.mine(length, turn)] * self.size)
-        work = dist.reduce_scatter_single(part, whole, group=self.group, async_op=asynchronous)
-        return work, lambda: check("reduce_scatter", part, sum(self.all(length, turn)))
-
-    def all_to_all(self, length: int, turn: int, root: int, asynchronous: bool) -> Call:
-        rows = torch.zeros(self.size * length, dtype=torch.float64)
-        whole = torch.cat([self.mine(length, turn) + place for place in range(self.size)])
-        work = dist.all_to_all_single(rows, whole, group=self.group, async_op=asynchronous)
-        return work, lambda: check("all_to_all", rows, torch.cat(self.all(length, turn)) + self.place)
-
-    def gather(self, length: int, turn: int, root: int, asynchronous: bool) -> Call:
-        rows = [torch.zeros(length, dtype=torch.float64) for _ in range(self.size)] if self.place == root else None
-        work = dist.gather(self.mine(length, turn), rows, self.ranks[root], group=self.group, async_op=asynchronous)
-        return work, lambda: rows is None or check("gather", torch.stack(rows), torch.stack(self.all(length, turn)))
-
-    def scatter(self, length: int, turn: int, root: int, asynchronous: bool) -> Call:
-        part = torch.zeros(length, dtype=torch.float64)
-        rows = self.all(length, turn) if self.place == root else None
-        work = dist.scatter(part, rows, self.ranks[root], group=self.group, async_op=asynchronous)
-        return work, lambda: check("scatter", part, self.mine(length, turn))
-
-    def objects(self, length: int, turn: int, root: int, asynchronous: bool) -> Call:
-        got = [None] * self.size
-        dist.all_gather_object(got, (self.place, turn), group=self.group)
-        expected = [(place, turn) for place in range(self.size)]
-        return None, lambda: got == expected or wrong.append(("objects", got, expected))
-
-    def barrier(self, length: int, turn: int, root: int, asynchronous: bool) -> Call:
-        return dist.barrier(self.group, async_op=asynchronous), lambda: None
-
-    def ring(self, length: int, turn: int, root: int, asynchronous: bool) -> Call:
-        after, before = (self.place + 1) % self.size, (self.place - 1) % self.size
-        got, sent = torch.zeros(length, dtype=torch.float64), self.mine(length, turn)
+    def ring(self, length: int, turn: int) -> None:
+        after, before = ((self.members.place + step) % self.members.size for step in (1, -1))
+        got, sent = torch.zeros(length), torch.full((length,), float(self.members.place + turn))
+        ranks, group = self.members.ranks, self.members.group
         works = dist.batch_isend_irecv(
-            [
-                dist.P2POp(dist.isend, sent, self.ranks[after], self.group),
-                dist.P2POp(dist.irecv, got, self.ranks[before], self.group),
-            ]
+            [dist.P2POp(dist.isend, sent, ranks[after], group), dist.P2POp(dist.irecv, got, ranks[before], group)]
         )
         for work in works:
             work.wait()
-        return None, lambda: check("ring", got, value(before, length, turn))
-
-
-NAMES = [name for name in vars(Mixer) if name not in ("run", "settle", "mine", "all") and not name.startswith("_")]
+        assert (got == before + turn).all()
 
 
 def main() -> int:
     dist.init_process_group("hvlike", timeout=timedelta(seconds=60))
     rank, size = dist.get_rank(), dist.get_world_size()
     sets = [list(range(size)), list(range(1, size)) or [0], [0, size - 1], list(range(size))]
-    groups = [dist.new_group(sorted(set(ranks))) for ranks in sets]
-    mixers = [Mixer(number, group) for number, group in enumerate(groups) if rank in sets[number]]
+    groups = [dist.new_group(ranks) for ranks in sets]
+    operations = int(sys.argv[1]) // THREADS
+    mixers = [
+        Mixer(number, Members(group, tuple(sets[number]), sets[number].index(rank)), operations)
+        for number, group in enumerate(groups)
+        if rank in sets[number]
+    ]
     for mixer in mixers:
         mixer.start()
     for mixer in mixers:

@@ -54,15 +54,25 @@ def test_functions_with_collectives() -> None:
     assert torch.equal(compiled(value)[0], 2 * (size * torch.arange(4.0) + size * (size - 1) / 2))
 
 
+@pytest.mark.skipif(not hasattr(dist, "all_gather_single"), reason="torch called it otherwise before 2.10")
 def test_the_collectives_of_torch_distributed_in_a_compiled_function() -> None:
-    def sums(value: Tensor) -> Tensor:
-        dist.all_reduce(value)
-        return value * 2
+    """In place, as programs write them."""
+    size = dist.get_world_size()
+
+    def step(value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        total = value * 2
+        dist.all_reduce(total)
+        rows = torch.empty(size * len(value))
+        dist.all_gather_single(rows, value)
+        part = torch.empty_like(value)
+        dist.reduce_scatter_single(part, rows)
+        return total + 1, rows * 1, part * 1
 
     value = torch.full((3,), dist.get_rank() + 1.0)
-    size = dist.get_world_size()
-    compiled = torch.compile(sums, backend="aot_eager", fullgraph=True)
-    assert torch.equal(compiled(value), torch.full((3,), size * (size + 1.0)))
+    total, rows, part = torch.compile(step, backend="aot_eager")(value)
+    assert torch.equal(total, torch.full((3,), size * (size + 1.0) + 1))
+    assert torch.equal(rows, torch.arange(1.0, size + 1).repeat_interleave(3))
+    assert torch.equal(part, value * size)
 
 
 def test_dtensors() -> None:

@@ -25,7 +25,6 @@ OPTIONS: list[dict[str, Any]] = [
     {},
     {"find_unused_parameters": True},
     {"static_graph": True},
-    {"gradient_as_bucket_view": True},
     {"bucket_cap_mb": 0.0001, "gradient_as_bucket_view": True},
     {"init_sync": False},
 ]
@@ -111,19 +110,3 @@ def test_ranks_without_inputs_shadow_the_others() -> None:
     steps = STEPS + dist.get_world_size() - 1
     assert_equal(model, [torch.tensor([[begin - steps]]).double()])
     assert same_on_all_ranks(model.parameters())
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-def test_gradients_of_other_types(dtype: torch.dtype) -> None:
-    model = DistributedDataParallel(nn.Linear(4, 4, bias=False, dtype=dtype))
-    model(torch.full((1, 4), dist.get_rank() + 1.0, dtype=dtype)).sum().backward()
-    mean = (dist.get_world_size() + 1) / 2
-    assert torch.equal(model.module.weight.grad, torch.full((4, 4), mean, dtype=dtype))
-
-
-def test_what_it_says_of_itself() -> None:
-    model = DistributedDataParallel(model_of())
-    train(model, sgd(model.parameters()))
-    found = model._get_ddp_logging_data()
-    assert found["backend_name"] == dist.get_backend()
-    assert found["world_size"] == dist.get_world_size()

@@ -1,20 +1,30 @@
-"""DTensor: tensors in shards, copies and partial sums, and what is computed with them."""
+"""DTensor: tensors in shards, copies and partial sums; and parallelize_module, layers in columns and rows."""
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
 import torch.distributed as dist
+from support.torch_distributed.problem import adam, assert_equal, model_of, train, trained_alone
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import (
     DTensor,
     Partial,
     Placement,
     Replicate,
     Shard,
-    distribute_module,
     distribute_tensor,
+)
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    SequenceParallel,
+    loss_parallel,
+    parallelize_module,
 )
 from torch.nn import functional
 
@@ -42,21 +52,18 @@ PLACEMENTS: list[Placement] = [Shard(0), Shard(1), Replicate()]
 
 
 @pytest.mark.parametrize("shape", [(8, 12), (7, 5), (1, 3)], ids=["even", "uneven", "empty shards"])
-@pytest.mark.parametrize("before", PLACEMENTS, ids=str)
-@pytest.mark.parametrize("after", PLACEMENTS, ids=str)
-def test_any_placement_becomes_any_other(
-    mesh: DeviceMesh, shape: Sequence[int], before: Placement, after: Placement
-) -> None:
+def test_any_placement_becomes_any_other(mesh: DeviceMesh, shape: Sequence[int]) -> None:
     value = numbers(*shape)
-    tensor = distribute_tensor(value, mesh, [before]).redistribute(placements=[after])
-    assert tensor.placements == (after,)
-    expected = value
-    if isinstance(after, Shard):
-        parts = value.chunk(dist.get_world_size(), after.dim)
-        mine = dist.get_rank()
-        expected = parts[mine] if mine < len(parts) else value.narrow(after.dim, 0, 0)
-    assert torch.equal(tensor.to_local(), expected)
-    assert torch.equal(tensor.full_tensor(), value)
+    for before, after in itertools.product(PLACEMENTS, repeat=2):
+        tensor = distribute_tensor(value, mesh, [before]).redistribute(placements=[after])
+        assert tensor.placements == (after,)
+        expected = value
+        if isinstance(after, Shard):
+            parts = value.chunk(dist.get_world_size(), after.dim)
+            mine = dist.get_rank()
+            expected = parts[mine] if mine < len(parts) else value.narrow(after.dim, 0, 0)
+        assert torch.equal(tensor.to_local(), expected)
+        assert torch.equal(tensor.full_tensor(), value)
 
 
 @pytest.mark.parametrize("after", PLACEMENTS, ids=str)
@@ -76,8 +83,7 @@ def test_partial_results_of_other_operations(mesh: DeviceMesh, op: str) -> None:
     assert torch.equal(tensor, torch.full((4,), expected))
 
 
-@pytest.mark.parametrize("left", PLACEMENTS, ids=str)
-@pytest.mark.parametrize("right", PLACEMENTS, ids=str)
+@pytest.mark.parametrize(("left", "right"), [(Shard(0), Replicate()), (Shard(1), Shard(0)), (Replicate(), Shard(1))])
 def test_products_and_their_gradients(mesh: DeviceMesh, left: Placement, right: Placement) -> None:
     size = dist.get_world_size()
     values = [numbers(2 * size, 4 * size), numbers(4 * size, 3 * size)]
@@ -107,38 +113,87 @@ def test_in_two_dimensions(plane: DeviceMesh) -> None:
     assert torch.equal(distribute_tensor(value, rows, [Shard(0)]).full_tensor(), value)
 
 
-def test_reductions_softmax_and_loss(mesh: DeviceMesh) -> None:
-    value = numbers(8, 12)
-    for place in (Shard(0), Shard(1)):
-        tensor = distribute_tensor(value, mesh, [place])
-        for compute in (torch.sum, torch.mean, torch.max, lambda each: each.softmax(1), lambda each: each.norm()):
-            torch.testing.assert_close(compute(tensor).full_tensor(), compute(value))
+class Network(nn.Module):
+    """Layers as in a block of a transformer, with widths that any of 1 to 4 ranks can share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(12, 24)
+        self.norm = nn.LayerNorm(24)
+        self.up = nn.Linear(24, 48)
+        self.down = nn.Linear(48, 24)
+        self.head = nn.Linear(24, 12)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = self.embedding(tokens)
+        hidden = hidden + self.down(self.up(self.norm(hidden)).relu())
+        return self.head(hidden)
 
 
-def test_a_module_and_its_optimizer(mesh: DeviceMesh) -> None:
-    torch.manual_seed(0)
-    alone = nn.Linear(6, 4 * dist.get_world_size()).double()
-    inputs, size = numbers(5, 6), dist.get_world_size()
-    torch.manual_seed(0)
-    module = nn.Linear(6, 4 * size).double()
-
-    def shard(_: str, layer: nn.Module, over: DeviceMesh) -> None:
-        for name, parameter in list(layer.named_parameters(recurse=False)):
-            layer.register_parameter(name, nn.Parameter(distribute_tensor(parameter.detach(), over, [Shard(0)])))
-
-    module = distribute_module(module, mesh, shard)
-    for each, fed in ((alone, inputs), (module, distribute_tensor(inputs, mesh, [Replicate()]))):
-        optimizer = torch.optim.AdamW(each.parameters(), lr=0.1, foreach=False)
-        for _ in range(3):
-            optimizer.zero_grad()
-            each(fed).tanh().square().mean().backward()
-            optimizer.step()
-    torch.testing.assert_close(module.weight.full_tensor(), alone.weight.detach())
+def tokens_of(step: int) -> Tensor:
+    return torch.randint(0, 12, (3, 24), generator=torch.Generator().manual_seed(step))
 
 
-def test_embeddings_with_shares_of_the_table(mesh: DeviceMesh) -> None:
-    table, rows = numbers(10, 6), torch.tensor([[0, 9, 3], [4, 4, 7]])
-    for place in (Shard(0), Shard(1)):
-        shards = distribute_tensor(table, mesh, [place]).requires_grad_()
-        found = functional.embedding(distribute_tensor(rows, mesh, [Replicate()]), shards)
-        torch.testing.assert_close(found.full_tensor(), functional.embedding(rows, table))
+def plain() -> dict[str, ParallelStyle]:
+    """Activations are whole on all ranks between the layers."""
+    return {"up": ColwiseParallel(), "down": RowwiseParallel(), "head": ColwiseParallel(output_layouts=Replicate())}
+
+
+def sequence() -> dict[str, ParallelStyle]:
+    """Between the layers each rank has its part of the sequence."""
+    return {
+        "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+        "norm": SequenceParallel(),
+        "up": ColwiseParallel(input_layouts=Shard(1)),
+        "down": RowwiseParallel(output_layouts=Shard(1)),
+        "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+    }
+
+
+def training(model: nn.Module, loss: Callable[[Tensor, Tensor], Tensor] = functional.cross_entropy) -> list[float]:
+    """The losses of three steps."""
+    optimizer = adam(model.parameters())
+    losses = []
+    for step in range(3):
+        optimizer.zero_grad()
+        tokens = tokens_of(step)
+        result = loss(model(tokens).flatten(0, 1), tokens.roll(1, 1).flatten())
+        result.backward()
+        optimizer.step()
+        losses.append(float(result.detach()))
+    return losses
+
+
+@pytest.mark.parametrize("plan", [plain, sequence])
+def test_as_one_process(plan: Callable[[], dict[str, ParallelStyle]]) -> None:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    alone = Network().double()
+    model = parallelize_module(Network().double(), mesh, plan())
+    assert training(model) == pytest.approx(training(alone), abs=1e-10)
+    assert_equal(model, alone)
+
+
+def test_the_loss_of_logits_in_shards() -> None:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    alone = Network().double()
+    plan = {**plain(), "head": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)}
+    model = parallelize_module(Network().double(), mesh, plan)
+    with loss_parallel():
+        losses = training(model)
+    assert losses == pytest.approx(training(alone), abs=1e-10)
+
+
+def grid() -> DeviceMesh:
+    size = dist.get_world_size()
+    parts = 2 if size % 2 == 0 else 1
+    return init_device_mesh("cpu", (size // parts, parts), mesh_dim_names=("data", "tensor"))
+
+
+def test_inside_of_fully_shard() -> None:
+    """Two dimensions: each layer in columns or rows over one, and in shards over the other."""
+    mesh = grid()
+    model = parallelize_module(model_of(), mesh["tensor"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    fully_shard(model, mesh=mesh["data"])
+    train(model, adam(model.parameters()), mesh["data"].get_group())
+    assert_equal(model, trained_alone(optimizer=adam))

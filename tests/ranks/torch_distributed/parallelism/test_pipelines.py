@@ -17,8 +17,6 @@ CHUNKS = 12  # Micro-batches, a multiple of 1 to 4 ranks
 SCHEDULES = {  # And how many stages each rank has
     "ScheduleGPipe": 1,
     "Schedule1F1B": 1,
-    "ScheduleLoopedBFS": 2,
-    "ScheduleInterleaved1F1B": 2,
     "ScheduleInterleavedZeroBubble": 2,
     "ScheduleZBVZeroBubble": 2,
 }
@@ -106,19 +104,3 @@ def test_copies_of_a_pipeline() -> None:
         schedule.step(*arguments, target=targets if place == parts - 1 else None)
         optimizer.step()
     assert_equal(layers[place], trained_alone(parts)[0][place])
-
-
-@pytest.mark.filterwarnings("ignore::FutureWarning")
-def test_a_model_is_cut_by_marks_in_its_code() -> None:
-    from torch.distributed.pipelining import ScheduleGPipe, SplitPoint, pipeline
-
-    size, rank = dist.get_world_size(), dist.get_rank()
-    model = nn.Sequential(*layers_of(size))
-    inputs, _ = batch_of(0)
-    marks = {str(place): SplitPoint.BEGINNING for place in range(1, size)}
-    pipe = pipeline(model, mb_args=(inputs.chunk(CHUNKS)[0],), split_spec=marks)
-    stage = pipe.build_stage(rank, torch.device("cpu"))
-    schedule = ScheduleGPipe(stage, CHUNKS)
-    result = schedule.step(*([inputs] if rank == 0 else []))
-    if rank == size - 1:
-        torch.testing.assert_close(result, model(inputs))
