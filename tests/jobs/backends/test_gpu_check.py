@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.in_turn(1), pytest.mark.together]
 
 FOLDER = CHECKOUT / "tests" / "support" / "stand_in"
 PARITY = (
-    "tests/ranks/training/optimizer/test_parity.py::test_ranks_together_equal_one_process[AdamW foreach]",
+    "tests/ranks/training/gradients/test_parity.py::test_ranks_together_equal_one_process[AdamW foreach]",
     "tests/ranks/training/optimizer/test_sparse_gradients.py",
     "tests/ranks/collectives/api/test_pinning.py",
 )
