@@ -10,6 +10,7 @@ of hvlike. The record is printed on stderr then.
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import sys
@@ -126,9 +127,25 @@ _FRAMES = 8
 _WAIT = os.path.join("hvlike", "transport", "loop", "loop.py")
 
 
+def frame_of(thread: threading.Thread) -> FrameType | None:
+    """Return the innermost frame of a thread; None where it has ended.
+
+    Before Python 3.12 a garbage collection in `sys._current_frames` can stop the process for ever, as another thread
+    starts or ends (CPython issue 106883): none begins there.
+    """
+    holds_off = sys.version_info < (3, 12) and gc.isenabled()
+    if holds_off:
+        gc.disable()
+    try:
+        return sys._current_frames().get(thread.ident or 0)
+    finally:
+        if holds_off:
+            gc.enable()
+
+
 def main_stack() -> str:
     """Return the innermost calls of the main thread like a traceback, or "" while it waits inside hvlike: 50 us."""
-    innermost = sys._current_frames().get(threading.main_thread().ident or 0)
+    innermost = frame_of(threading.main_thread())
     if innermost is None or threading.current_thread() is threading.main_thread() or _waits(innermost):
         return ""
     # It reads the program's sources, and the program may have replaced what reads them.

@@ -5,7 +5,6 @@ Negotiated and inline operations are numbered in one order here, by any thread.
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections import deque
 from collections.abc import Iterable, Mapping, MutableSequence, Sequence
@@ -15,6 +14,7 @@ import torch
 
 from hvlike.collectives.requests.request import CallSite, Request, RequestKey
 from hvlike.errors import DuplicateNameError, HorovodInternalError
+from hvlike.observe.log import frame_of
 from hvlike.system.system import system
 
 
@@ -193,7 +193,7 @@ def calling_thread() -> threading.Thread | None:
 
 
 def _waits_for_backward(thread: threading.Thread) -> bool:
-    frame = sys._current_frames().get(thread.ident or 0)
+    frame = frame_of(thread)
     return frame is not None and frame.f_code.co_name == "_engine_run_backward"
 
 

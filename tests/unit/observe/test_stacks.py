@@ -1,8 +1,12 @@
 """Where the main thread is: shown while it is in the user's code, and not while it waits inside hvlike."""
 
+import gc
+import sys
 import threading
 
-from hvlike.observe.log import main_stack
+import pytest
+
+from hvlike.observe.log import frame_of, main_stack
 
 
 def seen_from_a_thread() -> str:
@@ -31,3 +35,13 @@ def test_a_wait_inside_hvlike_is_no_place() -> None:
 
 def test_the_main_thread_does_not_look_at_itself() -> None:
     assert main_stack() == ""
+
+
+@pytest.mark.skipif(sys.version_info >= (3, 12), reason="garbage is collected between bytecodes alone there")
+def test_no_garbage_is_collected_while_threads_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a thread that starts or ends meanwhile, and this one, wait for each other for ever."""
+    collects: list[bool] = []
+    look = sys._current_frames
+    monkeypatch.setattr(sys, "_current_frames", lambda: (collects.append(gc.isenabled()), look())[1])
+    assert frame_of(threading.main_thread()) is not None
+    assert (collects, gc.isenabled()) == ([False], True)
