@@ -329,7 +329,11 @@ class ModuleGradients:
             self.parameters.look_again()
         # A gradient that has arrived twice has also changed since its first arrival.
         if error is not None and not twice:
-            raise error
+            try:
+                raise error
+            finally:
+                # A traceback leads to this frame: with its own error in it, it would keep the wrapper.
+                del error
         return twice
 
     def _reduce(self) -> UsageError | None:

@@ -80,7 +80,11 @@ class AdasumDeltas:
             self.reducers.take_back()
         late = self.parameters.late_gradients() if self._is_stepping else None
         if late is not None:
-            raise late
+            try:
+                raise late
+            finally:
+                # A traceback leads to this frame: with its own error in it, it would keep the wrapper.
+                del late
 
     def set_passes(self, passes: int) -> None:
         """Set how many passes the program makes before a step: they add up on this rank anyway. Local."""

@@ -181,7 +181,11 @@ class Gradients:
         disturbed = disturbed or late
         if disturbed is not None:
             self.phase = Phase.IDLE
-            raise disturbed
+            try:
+                raise disturbed
+            finally:
+                # A traceback leads to this frame: with its own error in it, it would keep the wrapper.
+                del disturbed, late
 
     def _reduce(self) -> UsageError | None:
         """Reduce all gradients in place, on every rank of the set; return the error for those exchanged meanwhile."""
