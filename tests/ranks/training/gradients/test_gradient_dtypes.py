@@ -1,5 +1,6 @@
 """Gradients travel in their own dtype and form, whatever those of their parameters are."""
 
+import os
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -11,6 +12,7 @@ from support.training.ways import Wrapped
 from torch import Tensor, nn
 from torch.optim import SGD
 
+from hvlike.errors import MismatchError
 from hvlike.join import Join
 from hvlike.optim import ZeroRedundancyOptimizer
 
@@ -126,13 +128,19 @@ def test_a_share_of_absent_ranks(hvd: ModuleType) -> None:
 
 @has_grad_dtype
 def test_the_dtype_changes_between_steps(hvd: ModuleType) -> None:
-    model = Model(torch.bfloat16)
+    """Beside backward the ranks have begun to reduce what has the dtype before: an error says what to do."""
+    begins_early, before = os.environ.get("HVLIKE_OVERLAP") == "1", torch.bfloat16
+    model = Model(before)
     optimizer = wrap("optimizer", model).optimizer
     for dtype in (torch.bfloat16, torch.float32, torch.float32, torch.bfloat16):
         optimizer.zero_grad()
         for each in model.parameters():
             each.grad_dtype = dtype
         model(gradient_of(hvd.rank())).backward()
+        if begins_early and dtype is not before:
+            with pytest.raises(MismatchError, match="Change grad_dtype of a parameter before the optimizer"):
+                optimizer.step()
+            return
         optimizer.step()
         assert model.first.grad is not None
         assert model.first.grad.dtype is dtype
