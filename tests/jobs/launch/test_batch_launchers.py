@@ -8,6 +8,7 @@ import shutil
 import stat
 import sys
 from pathlib import Path
+from shlex import quote
 from typing import NamedTuple
 
 import pytest
@@ -111,7 +112,10 @@ def test_ranks_are_started_by_the_launcher_of_the_allocation(imitated: Imitated,
     launcher.parent.mkdir(parents=True)
     launcher.write_text(
         LAUNCHER_SCRIPT.format(
-            notes=notes, number=imitated.number, mpirun=LAUNCHER.resolve(), variables=imitated.variables
+            notes=quote(str(notes)),
+            number=imitated.number,
+            mpirun=quote(str(LAUNCHER.resolve())),
+            variables=imitated.variables,
         )
     )
     launcher.chmod(launcher.stat().st_mode | stat.S_IXUSR)

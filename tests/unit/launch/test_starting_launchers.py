@@ -5,6 +5,7 @@ Each imitation answers to --version, and to --mpi=list, as the documentation of 
 
 import os
 from pathlib import Path
+from shlex import quote
 
 import pytest
 
@@ -125,7 +126,7 @@ def test_what_srun_offers_is_read_from_its_list(site: str, names: str) -> None:
 def test_launch_finds_the_launcher_for_a_number_of_ranks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     program(tmp_path / "srun", "slurm 22.05.8", LISTS["22.05"])
     with (tmp_path / "srun").open("a") as file:
-        file.write(f'echo "$*" >>{tmp_path}/notes\n')
+        file.write(f'echo "$*" >>{quote(str(tmp_path / "notes"))}\n')
     monkeypatch.setattr(launch, "ask_mpi_library", lambda environment: OPEN_MPI)
     monkeypatch.setenv("PATH", f"{tmp_path}:/bin")
     monkeypatch.setenv("SLURM_JOB_ID", "17")
