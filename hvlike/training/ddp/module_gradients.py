@@ -36,7 +36,7 @@ from hvlike.training.ddp.end_of_backward import (
     next_turn,
     will_reach,
 )
-from hvlike.training.gradients.contributions import look_at
+from hvlike.training.gradients.contributions import Arrived, look_at
 from hvlike.training.gradients.grad_state import GradState, note_reduced, reset
 from hvlike.training.gradients.parameters import temporary_gradients
 from hvlike.training.gradients.planned_queue import IN_ONE_THREAD
@@ -324,20 +324,16 @@ class ModuleGradients:
             self.reducers.take_back()
         if ended is None or not ended.has_begun:
             self._follow_changes()
-        error = self._reduce()
+        arrived = self._reduce()
         if reset(self.parameters.slots):
             self.parameters.look_again()
         # A gradient that has arrived twice has also changed since its first arrival.
-        if error is not None and not twice:
-            try:
-                raise error
-            finally:
-                # A traceback leads to this frame: with its own error in it, it would keep the wrapper.
-                del error
+        if arrived.were_touched and not twice:
+            raise arrived.error()
         return twice
 
-    def _reduce(self) -> UsageError | None:
-        """Reduce all gradients in place, on every rank of the set; return the error for those exchanged meanwhile."""
+    def _reduce(self) -> Arrived:
+        """Reduce all gradients in place, on every rank of the set; return what they were."""
         parameters, reducers = self.parameters, self.reducers
         changed = reducers.changed_while_waiting() if reducers.waiting else ()
         arrived = look_at(parameters.slots, parameters.tensors, changed)
@@ -355,7 +351,7 @@ class ModuleGradients:
         except BaseException:
             self.abandon()
             raise
-        return arrived.error
+        return arrived
 
     def _find_unused(self) -> list[GradState]:
         """Return what no pass has reached since the last reduction; the next forward may refuse to go on with that."""

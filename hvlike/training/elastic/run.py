@@ -42,7 +42,8 @@ from hvlike.training.elastic.recovery import History, Recovery, perform, wait_as
 from hvlike.training.elastic.state import State
 from hvlike.transport.failure import exit_status, fault_tolerance
 from hvlike.transport.failure.fault_tolerance import Job
-from hvlike.transport.host.find_mpirun import OPEN_MPI, family_of_library
+from hvlike.transport.host.find_mpirun import family_of_library
+from hvlike.transport.host.launcher_table import OPEN_MPI
 from hvlike.version import page
 
 logger = logging.getLogger("hvlike")

@@ -78,13 +78,9 @@ class AdasumDeltas:
             raise usage_errors.inside_no_sync(call)
         if self.parameters.hooks.lost:
             self.reducers.take_back()
-        late = self.parameters.late_gradients() if self._is_stepping else None
-        if late is not None:
-            try:
-                raise late
-            finally:
-                # A traceback leads to this frame: with its own error in it, it would keep the wrapper.
-                del late
+        late = self.parameters.late_gradients() if self._is_stepping else ()
+        if late:
+            raise usage_errors.came_late(late)
 
     def set_passes(self, passes: int) -> None:
         """Set how many passes the program makes before a step: they add up on this rank anyway. Local."""

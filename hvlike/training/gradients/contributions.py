@@ -27,23 +27,38 @@ class Arrived(NamedTuple):
     """What backward has left of the gradients of a step."""
 
     gradients: list[Tensor] | None  # All of them, where each has arrived and is its parameter's; else None
-    were_exchanged: bool = False  # Some parameters have other gradients than those that have arrived
-    error: UsageError | None = None  # For what the program has touched; to be raised when all is reduced
+    lost: Sequence[str] = ()  # Whose gradients the program has taken since they arrived
+    replaced: Sequence[str] = ()
+    changed: Sequence[str] = ()  # In place
+
+    @property
+    def were_exchanged(self) -> bool:
+        """Whether some parameters have other gradients than those that have arrived."""
+        return bool(self.lost or self.replaced)
+
+    @property
+    def were_touched(self) -> bool:
+        """Whether an error is to be raised when all is reduced."""
+        return bool(self.lost or self.replaced or self.changed)
+
+    def error(self) -> UsageError:
+        """Return that error. Made where it is raised: a frame that names its own error keeps itself, and the wrapper,
+        until the garbage collector runs.
+        """
+        return usage_errors.gradients_disturbed(self.lost, self.replaced, self.changed)
 
 
 def look_at(slots: Sequence[GradState], parameters: Sequence[Tensor], changed: Sequence[str]) -> Arrived:
     """Look at the gradients, before they are reduced; `changed`: the names of those that were changed in place."""
     arrived = list(map(_handed_over, slots))
     if are_those(arrived, map(gradient_of, parameters)):
-        return Arrived(arrived, error=usage_errors.gradients_disturbed([], [], changed) if changed else None)
+        return Arrived(arrived, changed=changed)
     lost: list[str] = []
     replaced: list[str] = []
     for slot in slots:
         if slot.handed_over is not None and slot.parameter.grad is not slot.handed_over:
             (lost if slot.parameter.grad is None else replaced).append(slot.name)
-    disturbed = bool(lost or replaced or changed)
-    error = usage_errors.gradients_disturbed(lost, replaced, changed) if disturbed else None
-    return Arrived(None, bool(lost or replaced), error)
+    return Arrived(None, lost, replaced, changed)
 
 
 def lacking(slots: Sequence[GradState], unused: Collection[GradState]) -> list[int]:

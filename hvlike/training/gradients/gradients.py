@@ -169,26 +169,24 @@ class Gradients:
             self.refresh()
         self.phase = Phase.REDUCING
         self._collects = False
-        late = parameters.late_gradients() if parameters.left_out else None
-        disturbed: UsageError | None = None
+        late = parameters.late_gradients() if parameters.left_out else ()
+        arrived: Arrived | None = None
         if parameters.one_hook.slot is None or not self._reduce_seen():
-            disturbed = self._reduce()
+            arrived = self._reduce()
             if reset(parameters.slots):
                 parameters.look_again()
         elif parameters.holds_frozen and note_reduced(parameters.slots):
             parameters.look_again()
         self.phase = Phase.SYNCHRONIZED
-        disturbed = disturbed or late
-        if disturbed is not None:
+        if arrived is not None and arrived.were_touched:
             self.phase = Phase.IDLE
-            try:
-                raise disturbed
-            finally:
-                # A traceback leads to this frame: with its own error in it, it would keep the wrapper.
-                del disturbed, late
+            raise arrived.error()
+        if late:
+            self.phase = Phase.IDLE
+            raise usage_errors.came_late(late)
 
-    def _reduce(self) -> UsageError | None:
-        """Reduce all gradients in place, on every rank of the set; return the error for those exchanged meanwhile."""
+    def _reduce(self) -> Arrived:
+        """Reduce all gradients in place, on every rank of the set; return what they were."""
         reducers = self.reducers
         changed = reducers.changed_while_waiting() if reducers.waiting else ()
         arrived = look_at(self.parameters.slots, self.parameters.tensors, changed)
@@ -205,7 +203,7 @@ class Gradients:
         except BaseException:
             self.abandon()
             raise
-        return arrived.error
+        return arrived
 
     def _try_one_hook(self, reducer: PlannedReducer, arrived: Arrived) -> None:
         one_hook, slots = self.parameters.one_hook, self.parameters.slots

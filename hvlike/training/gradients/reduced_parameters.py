@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.nn.parameter import UninitializedParameter
 
 from hvlike.errors import UsageError
-from hvlike.training.gradients import usage_errors
 from hvlike.training.gradients.grad_state import GradientHooks, GradState, OneHook
 from hvlike.training.gradients.parameters import ParamGroupDiff, name_parameters
 from hvlike.training.gradients.steps_in_backward import StepWatch
@@ -129,13 +128,11 @@ class ReducedParameters:
         self.slots = slots
         self.tensors = parameters
 
-    def late_gradients(self) -> UsageError | None:
-        """Return the error for gradients that the step would use, and that came too late to be reduced with others."""
+    def late_gradients(self) -> Sequence[str]:
+        """Return the names of gradients that the step would use, and that came too late to be reduced with others."""
         late = [parameter for parameter in self.left_out if parameter.grad is not None]
-        if not late:
-            return None
-        names = self.all_names()
-        return usage_errors.came_late([names[parameter] for parameter in late])
+        names = self.all_names() if late else {}
+        return [names[parameter] for parameter in late]
 
     def take_back(self, *, reduces: bool) -> None:
         """Reduce the parameters again that a wrapper made later has taken over, if it was not used."""

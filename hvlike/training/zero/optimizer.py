@@ -162,15 +162,15 @@ class ZeroRedundancyOptimizer(ShardedState, BuiltInJoinable):
             self._reduce()
         elif self.reduces_gradients:
             closure = partial(self._evaluate, closure)
-        result, failure = None, None
+        result, failures = None, []
         try:
             result = self.step_share(closure, kwargs)
         except Exception as error:
             if closure is not None:
                 # Others may wait in the reduction after their closures.
                 raise
-            failure = error
-        self.share(kwargs, failure)
+            failures.append(error)
+        self.share(kwargs, failures)
         return result
 
     def step_share(self, closure: Callable[[], Any] | None, arguments: dict[str, Any]) -> Any:
@@ -193,12 +193,13 @@ class ZeroRedundancyOptimizer(ShardedState, BuiltInJoinable):
             finally:
                 copy_options(self.optim.param_groups, self._groups)
 
-    def share(self, arguments: dict[str, Any], failure: Exception | None = None) -> None:
+    def share(self, arguments: dict[str, Any], failures: list[Exception]) -> None:
         """Give all ranks the updated parameters. Collective; blocks.
 
         Args:
             arguments: The keywords of the step, for ranks that are out of data and update their share now.
-            failure: What step_share has raised on this rank: raised again once the other ranks know.
+            failures: What step_share has raised on this rank, if it has. Raised again once the other ranks know, and
+                taken out: a frame that names its own error keeps the optimizer until the garbage collector runs.
 
         Raises:
             HorovodInternalError: Another rank could not update its share.
@@ -206,9 +207,9 @@ class ZeroRedundancyOptimizer(ShardedState, BuiltInJoinable):
         self._step += 1
         active = self.world_size
         if self.world_size > 1:
-            active = self._steps.update(options_of(self._groups), arguments, failure)
-        if failure is not None:
-            raise failure
+            active = self._steps.update(options_of(self._groups), arguments, *failures[:1])
+        if failures:
+            raise failures.pop(0)
         if self._steps.failure is not None:
             raise HorovodInternalError(self._steps.failure)
         if self._end_look() and active < self.world_size:

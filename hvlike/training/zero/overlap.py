@@ -93,7 +93,7 @@ class _Overlap:
         self._interleaved = interleaved
         self._started: list[tuple[GradBucket, Any]] = []
         self._reduced: dict[Tensor, Tensor] = {}
-        self._failure: Exception | None = None
+        self._failures: list[Exception] = []
 
     def __call__(self, state: Any, bucket: GradBucket) -> Any:
         pending = self._hook(state, bucket)
@@ -108,9 +108,9 @@ class _Overlap:
             try:
                 pending = self._update()
                 if bucket.is_last():
-                    failure, self._failure = self._failure, None
+                    failures, self._failures = self._failures, []
                     with self._only(self._reduced):
-                        self._zero.share({}, failure)
+                        self._zero.share({}, failures)
             except BaseException:
                 self._started, self._reduced = [], {}
                 raise
@@ -134,7 +134,7 @@ class _Overlap:
                     self._zero.step_share(None, {})
                 except Exception as error:
                     # The other ranks wait for this one in the buckets that follow, and hear of it after them.
-                    self._failure = self._failure or error
+                    self._failures.append(error)
             self._reduced |= reduced
         return result
 
