@@ -64,12 +64,14 @@ class RankFacts:
     files: machine.TemporaryFiles | Gap
     gpus: Gpus | Gap
     nccl: NcclState | Gap
-    surroundings: tuple[Oddity, ...] = ()
+    surroundings: tuple[Oddity, ...] | Gap = ()
 
 
 def collect_rank_facts(prober: Prober) -> RankFacts:
     """Look at this process and its machine, every question in a process of its own. Local."""
     parent = os.getppid()
+    gpus = prober.ask(collect_gpus)
+    has_gpus = isinstance(gpus, Gap) or gpus.has_driver
     return RankFacts(
         host=socket.gethostname(),
         launcher=detect_launcher(os.environ),
@@ -79,9 +81,9 @@ def collect_rank_facts(prober: Prober) -> RankFacts:
         processor=prober.ask(lambda: machine.collect_processor(parent)),
         memory=prober.ask(machine.collect_shared_memory),
         files=prober.ask(machine.collect_temporary_files),
-        gpus=(gpus := prober.ask(collect_gpus)),
+        gpus=gpus,
         nccl=prober.ask(collect_nccl_state),
-        surroundings=look_around(os.environ, gpus=isinstance(gpus, Gap) or gpus.has_driver),
+        surroundings=prober.ask(lambda: look_around(os.environ, gpus=has_gpus)),
     )
 
 

@@ -91,7 +91,7 @@ def _major(version: str) -> str:
 
 
 def check_surroundings(case: Case, finding: Finding) -> None:
-    for oddity in dict.fromkeys(oddity for facts in case.ranks for oddity in facts.surroundings):
+    for oddity in dict.fromkeys(oddity for facts in case.ranks for oddity in known(facts.surroundings)):
         finding.warn(*oddity)
     if not finding.found:
         finding.note("nothing known hides the launcher, its folders, or the network")
