@@ -39,7 +39,8 @@ from hvlike.bench.harness.processes import Helpers, module_command
 from hvlike.bench.harness.report import Bars, parse_sizes, publish, table
 from hvlike.errors import HorovodInternalError, UsageError
 from hvlike.observe.printing import format_seconds, format_size
-from hvlike.transport.host.find_mpirun import OPEN_MPI, Mpirun, ask_mpi_library, family_of_library, find_mpirun
+from hvlike.transport.host.find_mpirun import Mpirun, ask_mpi_library, family_of_library, find_mpirun
+from hvlike.transport.host.launcher_table import OPEN_MPI
 from hvlike.version import page
 
 PURPOSE = "from the kill of a rank to the first step after it"

@@ -18,10 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hvlike.errors import LaunchError
-from hvlike.transport.host.launcher_table import HYDRA as HYDRA
-from hvlike.transport.host.launcher_table import OPEN_MPI as OPEN_MPI
-from hvlike.transport.host.launcher_table import SRUN, SRUN_INTERFACES, STARTING, serves
-from hvlike.transport.host.launcher_table import UNKNOWN as UNKNOWN
+from hvlike.transport.host.launcher_table import HYDRA, OPEN_MPI, SRUN, SRUN_INTERFACES, STARTING, UNKNOWN, serves
 from hvlike.transport.host.mpi_library import FILE_NAMES, install_hint
 
 _LIBRARY_SECONDS, _VERSION_SECONDS = 60, 20

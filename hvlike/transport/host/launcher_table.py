@@ -39,7 +39,7 @@ class LauncherKind:
     rank: str  # The variables with the rank, and with the number of ranks
     size: str
     fix: str  # What to do when the loaded MPI library does not understand it; {name} and {size} are filled in
-    local_rank: str = ""
+    local_rank: tuple[str, ...] = ()  # The variables with its number on the node
     tells_size: bool = True  # Whether `size` is always set; else it may have to be concluded from the two others
     local_size: str = ""
     beside: str = ""  # A variable that must stand beside them
@@ -67,7 +67,7 @@ LAUNCHERS = (
         family="",
         rank="RANK",
         size="WORLD_SIZE",
-        local_rank="LOCAL_RANK",
+        local_rank=("LOCAL_RANK",),
         beside="TORCHELASTIC_RUN_ID",
         fix=_NO_MPI,
         starts_mpi=False,
@@ -86,7 +86,7 @@ LAUNCHERS = (
         family=OPEN_MPI,
         rank="OMPI_COMM_WORLD_RANK",
         size="OMPI_COMM_WORLD_SIZE",
-        local_rank="OMPI_COMM_WORLD_LOCAL_RANK",
+        local_rank=("OMPI_COMM_WORLD_LOCAL_RANK",),
         fix=_SAME_MPI,
         identity=("PMIX_RANK", "PMIX_NAMESPACE"),
         own=("OMPI_COMM_WORLD_", "PRTE_MCA_", "PRTE_LAUNCHED", *_PMI),
@@ -107,7 +107,7 @@ LAUNCHERS = (
         family=HYDRA,
         rank="MV2_COMM_WORLD_RANK",
         size="MV2_COMM_WORLD_SIZE",
-        local_rank="MV2_COMM_WORLD_LOCAL_RANK",
+        local_rank=("MV2_COMM_WORLD_LOCAL_RANK",),
         fix=_SAME_MPI,
         own=("MV2_COMM_WORLD_",),
     ),
@@ -116,7 +116,7 @@ LAUNCHERS = (
         family=HYDRA,
         rank="PMI_RANK",
         size="PMI_SIZE",
-        local_rank="MPI_LOCALRANKID",
+        local_rank=("MPI_LOCALRANKID", "PMI_LOCAL_RANK"),
         proof="MPI_LOCALNRANKS",
         fix=_SAME_MPI,
         identity=("PMI_JOBID",),
@@ -135,7 +135,7 @@ LAUNCHERS = (
         family=JSRUN,
         rank="JSM_NAMESPACE_RANK",
         size="JSM_NAMESPACE_SIZE",
-        local_rank="JSM_NAMESPACE_LOCAL_RANK",
+        local_rank=("JSM_NAMESPACE_LOCAL_RANK",),
         fix="Load the MPI library that jsrun serves (IBM Spectrum MPI), or use mpirun",
         own=("JSM_", *_PMI),
         parents=("jsmd",),
@@ -152,7 +152,7 @@ LAUNCHERS = (
         family=FLUX,
         rank="FLUX_TASK_RANK",
         size="FLUX_JOB_SIZE",
-        local_rank="FLUX_TASK_LOCAL_ID",
+        local_rank=("FLUX_TASK_LOCAL_ID",),
         fix="Choose the interface that the library speaks: `flux run -o pmi=pmix` for Open MPI, `-o pmi=cray-pals` for "
         "Cray MPICH, no such option for other MPICH, or use mpirun",
         identity=("FLUX_JOB_ID",),
@@ -172,7 +172,7 @@ LAUNCHERS = (
         family=SRUN,
         rank="SLURM_PROCID",
         size="SLURM_STEP_NUM_TASKS",
-        local_rank="SLURM_LOCALID",
+        local_rank=("SLURM_LOCALID",),
         fix="Choose the interface that the library speaks: `srun --mpi=pmix` for Open MPI (4 or newer; `--mpi=pspmix` "
         "under ParaStation), `srun --mpi=cray_shasta` for Cray MPICH, `srun --mpi=pmi2` for other MPICH and Intel MPI "
         f"(`srun --mpi=list` shows what the site offers), or use mpirun inside the allocation. {_SOCKETS}",
@@ -192,7 +192,7 @@ LAUNCHERS = (
         family=PALS,
         rank="PALS_RANKID",
         size="PMI_SIZE",
-        local_rank="PALS_LOCAL_RANKID",
+        local_rank=("PALS_LOCAL_RANKID",),
         tells_size=False,
         local_size="PALS_LOCAL_SIZE",
         fix="Choose the interface that the library speaks: `mpiexec --pmi=pmix` for Open MPI, and for an MPICH that "

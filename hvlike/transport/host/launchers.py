@@ -80,7 +80,7 @@ def rank_told(environment: Mapping[str, str]) -> int | None:
 
 def local_rank(environment: Mapping[str, str]) -> str | None:
     """The number of this rank on its node, where the launcher tells it."""
-    names = (kind.local_rank for kind in LAUNCHERS if kind.starts_mpi and kind.local_rank)
+    names = (name for kind in LAUNCHERS if kind.starts_mpi for name in kind.local_rank)
     return next((environment[name] for name in names if name in environment), None)
 
 

@@ -10,7 +10,8 @@ from hvlike.doctor.machine import Processor, SharedMemory, TemporaryFiles
 from hvlike.doctor.software import Software
 from hvlike.launch.trial import Launchers, Trial
 from hvlike.transport.host import launchers
-from hvlike.transport.host.find_mpirun import OPEN_MPI, MpiLibrary, Mpirun
+from hvlike.transport.host.find_mpirun import MpiLibrary, Mpirun
+from hvlike.transport.host.launcher_table import OPEN_MPI
 
 MIB = 1 << 20
 LIBRARY = MpiLibrary("/env/lib/libmpi.so.40", "Open MPI", "5.0.11", "Open MPI v5.0.11")

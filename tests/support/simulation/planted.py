@@ -61,11 +61,6 @@ PLANTS = [
         kinds=("bells",),
     ),
     plant(
-        "a background driver sleeps through what was posted before it was seen to drive",
-        (LOOP, "self._advance(self._bell.rung() or self._in_background)", "self._advance(self._bell.rung())"),
-        kinds=("bells",),
-    ),
-    plant(
         "a thread that runs an item keeps a ring that was for the loop",
         (LOOP, "            unheard = not summoned if called() else", "            unheard = False if called() else"),
         kinds=("bells",),

@@ -28,8 +28,8 @@ from hvlike.doctor.launching import Settings
 from hvlike.doctor.machine import Processor, SharedMemory, TemporaryFiles
 from hvlike.doctor.probe import Gap
 from hvlike.launch.trial import Launchers, Trial
-from hvlike.transport.host.find_mpirun import HYDRA, UNKNOWN, Mpirun
-from hvlike.transport.host.launcher_table import PALS
+from hvlike.transport.host.find_mpirun import Mpirun
+from hvlike.transport.host.launcher_table import HYDRA, PALS, UNKNOWN
 from hvlike.transport.host.launchers import detect_launcher
 from hvlike.transport.host.surroundings import Oddity
 

@@ -7,7 +7,8 @@ import pytest
 
 from hvlike.doctor import gpus, launching, machine, software
 from hvlike.launch import trial
-from hvlike.transport.host.find_mpirun import HYDRA, UNKNOWN, Mpirun
+from hvlike.transport.host.find_mpirun import Mpirun
+from hvlike.transport.host.launcher_table import HYDRA, UNKNOWN
 
 
 def test_the_settings_are_read() -> None:

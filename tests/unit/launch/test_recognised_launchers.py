@@ -47,6 +47,10 @@ def test_each_launcher_tells_size_rank_and_local_rank(environment: dict[str, str
     assert local_rank(environment) == "0"
 
 
+def test_launchers_that_speak_pmi_may_call_the_local_rank_by_that_name() -> None:
+    assert local_rank(CRAY | {"PMI_LOCAL_RANK": "1"}) == "1"
+
+
 @pytest.mark.parametrize(
     ("environment", "size"),
     [

@@ -13,7 +13,8 @@ from hvlike.launch.job_folder import RANK_PROGRAM, write_failure, write_result
 from hvlike.launch.run import run
 from hvlike.system.system import system
 from hvlike.transport.host import find_mpirun
-from hvlike.transport.host.find_mpirun import HYDRA, OPEN_MPI, MpiLibrary, Mpirun
+from hvlike.transport.host.find_mpirun import MpiLibrary, Mpirun
+from hvlike.transport.host.launcher_table import HYDRA, OPEN_MPI
 
 
 class Started:

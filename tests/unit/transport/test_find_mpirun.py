@@ -7,9 +7,6 @@ import pytest
 
 from hvlike.errors import LaunchError
 from hvlike.transport.host.find_mpirun import (
-    HYDRA,
-    OPEN_MPI,
-    UNKNOWN,
     MpiLibrary,
     ask_mpi_library,
     examine_launcher,
@@ -18,6 +15,7 @@ from hvlike.transport.host.find_mpirun import (
     find_mpirun,
     flags_for,
 )
+from hvlike.transport.host.launcher_table import HYDRA, OPEN_MPI, UNKNOWN
 
 OPEN_MPI_5 = "mpirun (Open MPI) 5.0.11"
 MPICH_5 = "HYDRA build details:\n    Version:                                 5.0.2"
