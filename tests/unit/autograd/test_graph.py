@@ -1,14 +1,19 @@
-"""The analysis of a graph, over graphs of letters: `a: b b c` means two edges from a to b and one to c."""
+"""The analysis of a graph, and the plan of what runs while gradients are missing.
+
+Graphs are of letters: `a: b b c` means two edges from a to b and one to c. In plans capital letters are targets; R and
+S are urgent, P can be captured in part.
+"""
 
 from __future__ import annotations
 
+import random
 from typing import TypeVar
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hvlike.autograd.graph import Edges, Scan, clear, crossing, leading_to, outside
+from hvlike.autograd.graph import BackwardPlan, Edges, Scan, clear, crossing, leading_to, outside, plan
 
 N = TypeVar("N", int, str)
 
@@ -30,71 +35,11 @@ def scanned(text: str, starts: str) -> Scan[str]:
     return scan
 
 
-@pytest.mark.parametrize(
-    ("text", "starts", "waits", "ends"),
-    [
-        ("a:", "a", {"a": 0}, "a"),
-        ("a:", "aa", {"a": 0}, "a"),
-        ("a: b", "a", {"a": 0, "b": 1}, "b"),
-        ("a: b b", "a", {"a": 0, "b": 2}, "b"),
-        ("a: -", "a", {"a": 0}, ""),
-        ("a: b c; b: d; c: d", "a", {"a": 0, "b": 1, "c": 1, "d": 2}, "d"),
-        ("a: b c; b: d; c: d", "ac", {"a": 0, "b": 1, "c": 1, "d": 2}, "d"),
-        ("a: b; x: b", "a", {"a": 0, "b": 1}, "b"),
-        ("a: b; x: b", "ax", {"a": 0, "x": 0, "b": 2}, "b"),
-        ("a: b; b: c", "", {}, ""),
-    ],
-)
-def test_scan_counts_the_edges_that_lead_to_each_node(text: str, starts: str, waits: dict[str, int], ends: str) -> None:
-    scan = Scan(graph(text).__getitem__)
-    assert sorted(scan.reach(starts)) == sorted(ends)
-    assert scan.waits == waits
-    assert scan.edges.keys() == waits.keys()
-
-
 def test_scan_in_two_goes_equals_scan_in_one() -> None:
     text = "a: b c; b: d; c: d; x: c y; y: e"
     scan = scanned(text, "a")
     assert scan.reach("x") == ["e"]
     assert scan.waits == scanned(text, "ax").waits
-
-
-@pytest.mark.parametrize(
-    ("text", "starts", "blocked", "order"),
-    [
-        ("a: b c; b: d; c: d", "a", "", "acbd"),
-        ("a: b c; b: d; c: d", "ab", "b", "ac"),
-        ("a: b b; b: c", "a", "", "abc"),
-        ("a: b; x: b", "ax", "x", "a"),
-        ("a: b; x: b", "ax", "ax", ""),
-    ],
-)
-def test_what_waits_for_nothing_that_is_blocked_is_cleared(text: str, starts: str, blocked: str, order: str) -> None:
-    scan = scanned(text, starts)
-    for node in blocked:
-        scan.waits[node] += 1
-    ready = [node for node in starts if not scan.waits[node]]
-    cleared = clear(scan.edges, scan.waits, ready)
-    assert sorted(cleared) == sorted(order)
-    assert_sorted(scan.edges, cleared)
-
-
-def test_what_was_blocked_is_cleared_later() -> None:
-    scan = scanned("a: b; x: b c; b: d", "ax")
-    scan.waits["x"] += 1
-    assert clear(scan.edges, scan.waits, "a") == ["a"]
-    scan.waits["x"] -= 1
-    assert sorted(clear(scan.edges, scan.waits, "x")) == ["b", "c", "d", "x"]
-
-
-@pytest.mark.parametrize(("targets", "leading"), [("d", "abd"), ("e", "ace"), ("de", "abcde"), ("", ""), ("a", "a")])
-def test_what_leads_to_targets(targets: str, leading: str) -> None:
-    edges = graph("a: b c; b: d; c: e -")
-    assert "".join(leading_to(edges, "abcde", targets)) == leading
-
-
-def test_only_ways_inside_count() -> None:
-    assert leading_to(graph("a: b; b: c"), "ac", "c") == ["c"]
 
 
 def test_children_outside_are_named_once_and_their_places_all() -> None:
@@ -134,9 +79,10 @@ def test_analysis_equals_brute_force(edges: Graph, data: st.DataObject) -> None:
     some = st.sets(st.sampled_from(sorted(edges)))
     starts, blocked, targets = data.draw(some), data.draw(some), data.draw(some)
     scan = Scan(edges.__getitem__)
-    scan.reach(starts)
+    ends = scan.reach(starts)
     everything = reachable(edges, starts)
-    assert scan.waits.keys() == everything
+    assert scan.waits.keys() == scan.edges.keys() == everything
+    assert sorted(ends) == sorted(node for node in everything if not edges[node])
     for node in everything:
         assert scan.waits[node] == sum(child == node for parent in everything for child, _ in edges[parent])
     for node in blocked & starts:
@@ -158,3 +104,74 @@ def assert_sorted(edges: dict[N, Edges[N]], order: list[N]) -> None:
     for node, place in places.items():
         for child, _ in edges[node]:
             assert child is None or places.get(child, place + 1) > place
+
+
+def planned(text: str, order: str, done: str = "") -> BackwardPlan[str] | None:
+    return plan(graph(text), order, {*order, *done}, str.isupper, "RS".__contains__, "P".__contains__)
+
+
+@pytest.mark.parametrize(
+    ("text", "order", "nodes", "later", "boundaries", "partial"),
+    [
+        # Nothing leads to what is blocked: all of it runs, in one ordinary segment.
+        ("a: b; b: R L", "abRL", "abRL", "", {}, ""),
+        # Also when nobody waits for it: there is time for it now.
+        ("a: L", "aL", "aL", "", {}, ""),
+        # A leaf without hooks may be captured twice.
+        ("a: b P; b: R P; x: P", "abR", "abR", "", {}, "P"),
+        # b hands gradients to x, which is blocked.
+        ("a: b; b: R x", "abR", "abR", "", {"b": [1]}, ""),
+        ("a: b; b: x R x", "abR", "abR", "", {"b": [0, 2]}, ""),
+        # What leads to no target is put off, and what leads there from what runs is caught.
+        ("a: b c; b: R; c: x", "abcR", "abR", "c", {"a": [1]}, ""),
+        # A leaf that is complete is a target like R, once something has to run.
+        ("a: b c; b: R; c: x L", "abcRL", "abcRL", "", {"c": [0]}, ""),
+        # Where something is caught anyway, a part of P is caught too: the engine would run x to capture it.
+        ("a: b P; b: R x; x: P", "abR", "abR", "", {"a": [1], "b": [1]}, ""),
+    ],
+)
+def test_what_runs(
+    text: str, order: str, nodes: str, later: str, boundaries: dict[str, list[int]], partial: str
+) -> None:
+    assert planned(text, order) == BackwardPlan(list(nodes), list(later), boundaries, list(partial))
+
+
+def test_nothing_runs_that_nobody_waits_for_and_that_would_have_to_be_cut() -> None:
+    assert [planned(*each) for each in (("a: b", ""), ("a: x", "a"), ("a: L x", "aL"))] == [None] * 3
+
+
+def test_children_that_have_run_are_no_obstacle() -> None:
+    assert planned("a: R b", "aR", done="b") == BackwardPlan(["a", "R"], [])
+
+
+def test_every_node_runs_once_after_its_parents_and_urgent_ones_as_soon_as_they_can() -> None:
+    for seed in range(300):
+        draw = random.Random(seed)
+        edges = {
+            node: [(draw.randrange(node + 1, 14), 0) for _ in range(draw.choice((0, 1, 2, 3)))] for node in range(13)
+        } | {13: []}
+        starts = draw.sample(range(8), 4)
+        scan: Scan[int] = Scan(edges.__getitem__)
+        scan.reach(starts)
+        ends = {node for node in scan.edges if not edges[node]}
+        urgent = {node for node in ends if node % 2}
+        for start in starts:
+            scan.waits[start] += 1
+        ran: list[int] = []
+        waiting: list[int] = []
+        for start in starts:
+            scan.waits[start] -= 1
+            waiting += clear(scan.edges, scan.waits, [] if scan.waits[start] else [start])
+            chosen = plan(edges, waiting, {*ran, *waiting}, ends.__contains__, urgent.__contains__, lambda node: False)
+            if chosen is not None:
+                assert sorted(chosen.nodes + chosen.later) == sorted(waiting)
+                for node in chosen.nodes:
+                    places = [place for place, (child, _) in enumerate(edges[node]) if child not in chosen.nodes]
+                    assert chosen.boundaries.get(node, []) == places
+                ran += chosen.nodes
+                waiting = chosen.later
+            assert not urgent.intersection(waiting)
+        ran += waiting
+        assert sorted(ran) == sorted(scan.edges)
+        for node in ran:
+            assert all(ran.index(child) > ran.index(node) for child, _ in edges[node])

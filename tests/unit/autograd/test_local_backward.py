@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from support.autograd.local_functions import refuse
 from support.autograd.local_world import Listener, LocalWorld, OneProcess
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
@@ -88,14 +87,6 @@ def test_a_recv_that_is_reached_by_what_gets_no_gradient_gives_nones() -> None:
     assert here.emitted == [(1, [None, None])]
 
 
-def test_tensors_of_one_message_have_their_gradients_in_order() -> None:
-    world = LocalWorld()
-    ours = world.carry([leaf_of(1.0), leaf_of(2.0), leaf_of(3.0)], 1, 0)
-    here = Alone(world, [(ours[2] * 5 + ours[0]).sum()])
-    here.local.step()
-    assert here.emitted == [(1, [[1.0, 1.0], None, [5.0, 5.0]])]
-
-
 def test_what_can_run_does_not_wait_for_what_cannot() -> None:
     world, leaf = LocalWorld(), leaf_of(2.0)
     sent = leaf * 3
@@ -149,25 +140,6 @@ def test_marked_sends_and_the_roots_lead_to_recvs() -> None:
     here.local.step()
     assert here.emitted == [(2, [[1.0, 1.0]]), (1, [[2.0, 2.0]])]
     assert world.workers[0].gradients[leaf].tolist() == [1.0, 1.0]
-
-
-def test_several_roots_some_of_them_below_others() -> None:
-    world, leaf = LocalWorld(), leaf_of(2.0)
-    part = (leaf * world.carry_one(leaf_of(3.0), 1, 0)).sum()
-    whole = part * part
-    world.backward([whole, part, part])
-    assert world.workers[0].gradients[leaf].tolist() == [(2 * 12 + 2) * 3.0] * 2
-
-
-def test_each_leaf_has_gradients_of_its_own_dtype() -> None:
-    world = LocalWorld()
-    single, double = leaf_of(2.0, torch.float32), leaf_of(3.0)
-    back = world.carry_one(world.carry_one(single * double, 0, 1) * single.detach(), 1, 0)
-    world.backward([back.sum()])
-    gradients = world.workers[0].gradients
-    assert gradients[single].dtype is torch.float32
-    assert gradients[double].dtype is F64
-    assert (gradients[single].tolist(), gradients[double].tolist()) == ([6.0] * 2, [4.0] * 2)
 
 
 def test_sparse_gradients_stay_sparse() -> None:
@@ -263,19 +235,6 @@ def test_an_error_of_user_code_leaves_nothing_behind() -> None:
         world.backward([root], retain_graph=True)
         assert world.workers[0].gradients[leaf].tolist() == [5.0 * times] * 2
         assert world.workers[1].gradients[far].tolist() == [2.0 * times] * 2
-
-
-def test_the_error_itself_arrives() -> None:
-    with pytest.raises(ArithmeticError, match="refused"):
-        LocalWorld().backward([refuse(leaf_of(1.0)).sum()])
-
-
-def test_grads_of_leaves_are_not_touched() -> None:
-    world, leaf = LocalWorld(), leaf_of(2.0)
-    leaf.grad = torch.tensor([7.0, 7.0], dtype=F64)
-    world.backward([(world.carry_one(world.carry_one(leaf, 0, 1), 1, 0) * leaf).sum()])
-    assert leaf.grad.tolist() == [7.0, 7.0]
-    assert world.workers[0].gradients[leaf].tolist() == [4.0, 4.0]
 
 
 def test_segments_tell_what_ran() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from typing import Any
 
-import pytest
 import torch
 from support.autograd.local_world import Listener
 from torch import Tensor
@@ -42,24 +41,6 @@ def backward(context: DistributedContext, answers: dict[int, float]) -> Emitted:
             local.step()
     assert local.finished
     return emitted
-
-
-def looked_after(each: int, context: DistributedContext) -> None:
-    if each:
-        context.scan_ahead()
-
-
-@pytest.mark.parametrize("look", [0, 1])
-def test_the_gradients_are_the_same(look: int) -> None:
-    context, leaf, shared = DistributedContext(1), leaf_of(2.0), leaf_of(3.0)
-    first = received(context, 1)
-    send(context, 2, first * leaf * shared)
-    looked_after(look, context)
-    second = received(context, 3)
-    send(context, 4, second * shared + first)
-    looked_after(look, context)
-    assert backward(context, {2: 1.0, 4: 10.0}) == {1: [[16.0, 16.0]], 3: [[30.0, 30.0]]}
-    assert {leaf: [3.0, 3.0], shared: [12.0, 12.0]} == {key: each.tolist() for key, each in context.gradients.items()}
 
 
 def test_the_next_backward_of_the_context_has_all_sends() -> None:

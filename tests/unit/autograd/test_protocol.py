@@ -32,42 +32,20 @@ def check_nothing_runs(world: World) -> None:
 
 
 @pytest.mark.parametrize("mode", COMPLETE)
+@pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
-def test_every_gradient_arrives(mode: Mode, size: int) -> None:
+def test_every_gradient_arrives(mode: Mode, size: int, late: bool) -> None:
+    """Of one backward or several at once. late: messages may be opened late or never."""
     for seed in range(SEEDS):
         rng = random.Random(seed)
-        world = World(random_program(rng, size), mode, rng)
+        world = World(random_program(rng, size, late=late, backwards=1 + seed % 3), mode, rng)
         world.begin()
         world.run_out()
         for key in world.program.roots:
             assert world.root_of(key).phase is BackwardPhase.FINISHED
             check_gradients(world, key)
-        check_nothing_runs(world)
-
-
-@pytest.mark.parametrize("mode", COMPLETE)
-def test_several_backwards_at_once(mode: Mode) -> None:
-    for seed in range(SEEDS):
-        rng = random.Random(seed)
-        world = World(random_program(rng, 3, backwards=3), mode, rng)
-        world.begin()
-        world.run_out()
-        for key in world.program.roots:
-            check_gradients(world, key)
-        check_nothing_runs(world)
-
-
-@pytest.mark.parametrize("mode", COMPLETE)
-@pytest.mark.parametrize("size", [2, 3, 4])
-def test_messages_that_are_opened_late_or_never(mode: Mode, size: int) -> None:
-    for seed in range(2 * SEEDS):
-        rng = random.Random(seed)
-        world = World(random_program(rng, size, late=True, backwards=1 + seed % 2), mode, rng)
-        world.begin()
-        world.run_out()
-        for key in world.program.roots:
-            assert world.root_of(key).phase is BackwardPhase.FINISHED
-            check_gradients(world, key)
+        if not late:
+            check_nothing_runs(world)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])

@@ -27,7 +27,6 @@ HOROVOD = re.findall(
     HorovodInternalError DistributedOptimizer SyncBatchNorm _check_has_gpu
 """,
 )
-
 BLOCKING = [
     "allreduce",
     "allgather",
@@ -39,7 +38,6 @@ BLOCKING = [
     "synchronize",
     "init",
 ]
-
 ROOT = Path(__file__).resolve().parents[3]
 PAGE = (ROOT / "docs" / "api.md").read_text()
 ROWS = re.findall(r"^\| ((?:`\w+`(?:, )?)+) \|", PAGE, flags=re.MULTILINE)
@@ -103,3 +101,19 @@ def test_each_reduction_says_what_it_does() -> None:
         assert type(op)(int(op)) is op
         assert pickle.loads(pickle.dumps(op)) is op
         assert copy.deepcopy(op) is op
+
+
+@pytest.mark.parametrize(("module", "words"), [(hvlike.autograd, "Raises:"), (hvlike.rpc, "")], ids=["autograd", "rpc"])
+def test_each_name_of_a_module_stands_on_its_page_and_says_what_it_is(module: ModuleType, words: str) -> None:
+    page = (ROOT / "docs" / f"{module.__name__.partition('.')[2]}.md").read_text()
+    for name in module.__all__:
+        assert re.search(rf"`{name}`|`{name}\(|`with {name}\(", page), name
+        text = inspect.getdoc(getattr(module, name)) or ""
+        assert len(text.partition("\n")[0].split()) >= 3, f"{name}: {text[:100]!r}"
+        assert words in text, name
+
+
+def test_the_page_of_rpc_lists_no_other_names() -> None:
+    names = (ROOT / "docs" / "rpc.md").read_text().partition("## Names")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| ((?:`\w+`(?:, )?)+) \|", names, flags=re.MULTILINE)
+    assert sorted(name for row in rows for name in re.findall(r"\w+", row)) == sorted(hvlike.rpc.__all__)

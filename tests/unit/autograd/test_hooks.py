@@ -1,4 +1,4 @@
-"""Hooks of leaves: each once in a backward, with the complete gradient, however many segments it came in."""
+"""Hooks of leaves, and of tensors that came in a message, and of their nodes: each once, with the complete gradient."""
 
 from __future__ import annotations
 
@@ -111,16 +111,6 @@ def test_a_leaf_that_was_sent_itself() -> None:
     assert world.workers[0].gradients[leaf].tolist() == [20.0] * 2
 
 
-def test_a_leaf_without_gradient_runs_none() -> None:
-    world, leaf, other, calls = LocalWorld(), leaf_of(1.0), leaf_of(1.0), []
-    node = node_of(leaf)
-    node.register_hook(lambda *_: calls.append(1))
-    world.carry_one(leaf * 2, 0, 1)
-    world.backward([other.sum()])
-    assert not calls
-    assert leaf not in world.workers[0].gradients
-
-
 @pytest.mark.parametrize("changed", [(), ("no tensor",), 1.0])
 def test_a_prehook_has_to_return_one_gradient(changed: object) -> None:
     world, leaf = LocalWorld(), leaf_of(1.0)
@@ -171,3 +161,68 @@ def test_hooks_that_wait_for_grad_do_not_run() -> None:
     world.backward([leaf.sum()])
     assert not calls
     assert leaf in world.workers[0].gradients
+
+
+def sent_and_come(world: LocalWorld) -> tuple[Tensor, Any]:
+    """A leaf of worker 1, and what has come of it at worker 0."""
+    leaf = torch.ones(2, dtype=torch.float64, requires_grad=True)
+    return leaf, world.carry_one(leaf * 1, 1, 0)
+
+
+def gradient(world: LocalWorld, leaf: Tensor) -> list[float]:
+    found: list[float] = world.workers[1].gradients[leaf].tolist()
+    return found
+
+
+def test_a_hook_of_the_tensor_sees_the_sum_once_and_changes_it() -> None:
+    world, seen = LocalWorld(), []
+    leaf, came = sent_and_come(world)
+
+    def double(incoming: Tensor) -> Tensor:
+        seen.append(incoming.tolist())
+        return incoming * 2
+
+    came.register_hook(double)
+    world.backward([(came * 3 + came).sum()])
+    assert seen == [[4.0, 4.0]]
+    assert gradient(world, leaf) == [8.0, 8.0]
+
+
+def test_the_tensor_retains_its_gradient() -> None:
+    world = LocalWorld()
+    leaf, came = sent_and_come(world)
+    came.retain_grad()
+    world.backward([(came * 3).sum()])
+    assert came.grad.tolist() == gradient(world, leaf) == [3.0, 3.0]
+
+
+def test_hooks_of_its_node_run_once_each_and_change_the_gradient() -> None:
+    world, seen = LocalWorld(), []
+    leaf, came = sent_and_come(world)
+
+    def before(outer: tuple[Tensor]) -> tuple[Tensor]:
+        seen.append(("before", outer[0].tolist()))
+        return (outer[0] + 1,)
+
+    def after(inner: object, outer: tuple[Tensor]) -> None:
+        seen.append(("after", outer[0].tolist()))
+
+    came.grad_fn.register_hook(after)
+    came.grad_fn.register_prehook(before)
+    world.backward([(came * 3).sum()])
+    assert seen == [("before", [3.0, 3.0]), ("after", [4.0, 4.0])]
+    assert gradient(world, leaf) == [4.0, 4.0]
+
+
+def test_the_graph_ends_there() -> None:
+    _, came = sent_and_come(LocalWorld())
+    assert came.grad_fn.next_functions == ()
+
+
+@pytest.mark.parametrize("with_hooks", [False, True])
+def test_what_came_in_another_context_is_refused(with_hooks: bool) -> None:
+    _, came = sent_and_come(LocalWorld())
+    if with_hooks:
+        came.grad_fn.register_hook(lambda *_: None)
+    with pytest.raises(RuntimeError, match=r"This graph leads to tensors that rank 1 has sent\. Call hvlike"):
+        LocalWorld().backward([(came * 2).sum()])
