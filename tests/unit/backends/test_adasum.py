@@ -1,4 +1,4 @@
-"""Adasum on any number of ranks: the definition in float64 over a tree, and the laws that give it its name.
+"""Adasum on any number of ranks: its tree, the definition in float64 over it, and the laws that give it its name.
 
 The ranks are coroutines that take turns in one process, on a backend that is a table.
 """
@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from support.adasum_reference import adasum
 from torch import Tensor
 
-from hvlike.backends.adasum import BLOCK_ELEMENTS, Adasum, coefficients, dot_products
+from hvlike.backends.adasum import BLOCK_ELEMENTS, Adasum, coefficients, dot_products, pair_up
 from hvlike.backends.arithmetic.arithmetic import Arithmetic
 
 SIZES = range(1, 10)
@@ -138,12 +138,6 @@ def test_scaling_all_vectors_scales_the_result(size: int, scale: float) -> None:
     torch.testing.assert_close(after, plain * scale)
 
 
-def test_parallel_vectors_give_the_mean_of_both() -> None:
-    vector = torch.tensor([1.0, -2.0, 4.0])
-    (result,) = reduce_over([[vector], [3 * vector]])
-    assert result.tolist() == (2 * vector).tolist()
-
-
 def test_16_bit_vectors_whose_squares_would_overflow() -> None:
     inputs = [[torch.full((1000,), 3e4, dtype=torch.float16)] for _ in range(3)]
     (result,) = reduce_over(inputs)
@@ -162,3 +156,16 @@ def test_what_is_not_finite_on_one_rank_shows_in_the_result(bad: float) -> None:
 def test_coefficients() -> None:
     dots = torch.tensor([[4.0, 9.0, 0.0], [4.0, 4.0, 4.0], [0.0, 9.0, 0.0], [1.0, 4.0, 2.0]], dtype=torch.float64)
     assert coefficients(dots).tolist() == [[1.0, 1.0], [0.5, 0.5], [1.0, 1.0], [0.0, 0.75]]
+
+
+@given(count=st.integers(1, 5000))
+def test_all_become_one_at_the_first_place_in_as_few_levels_as_can_be(count: int) -> None:
+    left = set(range(count))
+    levels = pair_up(count)
+    for pairs in levels:
+        used = [position for pair in pairs for position in pair]
+        assert len(used) == len(set(used))
+        assert left.issuperset(used)
+        left -= {second for _, second in pairs}
+    assert left == {0}
+    assert len(levels) == (count - 1).bit_length()

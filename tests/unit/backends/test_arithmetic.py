@@ -1,18 +1,19 @@
-"""Laws of element arithmetic against a plain reference, over dtype x op x factors x number of contributions."""
+"""Which reductions are defined where, and laws of element arithmetic over dtype x op x factors x contributions."""
 
 import functools
 import itertools
 import math
 from fractions import Fraction
+from typing import Any
 
 import pytest
 import torch
 
 from hvlike.backends.arithmetic.arithmetic import Arithmetic, early_factor
 from hvlike.backends.arithmetic.kernels import BLOCK_BYTES
-from hvlike.backends.arithmetic.reduce_op import BitwiseOp, ReduceOp
+from hvlike.backends.arithmetic.reduce_op import BitwiseOp, ReduceOp, check_supported, identity, reduce_op
 from hvlike.errors import UsageError
-from hvlike.transport.memory.dtypes import dtype_name
+from hvlike.transport.memory.dtypes import TABLE, dtype_name
 
 INTEGERS = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
@@ -78,12 +79,6 @@ def test_bits(dtype: torch.dtype, op: BitwiseOp) -> None:
         assert torch.equal(combined(Arithmetic(dtype, op), contributions), functools.reduce(reduce, contributions))
 
 
-@pytest.mark.parametrize("dtype", FLOATS + COMPLEX, ids=dtype_name)
-def test_numbers_with_a_point_have_no_bits(dtype: torch.dtype) -> None:
-    with pytest.raises(UsageError, match=r"op Bxor is not defined on dtype .*; possible there: Average, Sum"):
-        Arithmetic(dtype, BitwiseOp.BXOR)
-
-
 def wide_reference(
     op: ReduceOp, contributions: list[torch.Tensor], prescale: float, postscale: float, divisor: int
 ) -> torch.Tensor:
@@ -129,28 +124,27 @@ def test_bool_is_or_and_and(op: ReduceOp, reduce: object, count: int) -> None:
     assert torch.equal(combined(Arithmetic(torch.bool, op), contributions), expected)
 
 
-def test_horovods_example_of_integer_prescale() -> None:
-    arithmetic = Arithmetic(torch.int32, ReduceOp.SUM, prescale=0.5)
-    values = torch.tensor([1, 2, 3], dtype=torch.int32)
-    assert combined(arithmetic, [values, values]).tolist() == [0, 2, 2]
+LARGE = 2**53 + 1
 
 
-def test_integer_average_is_exact_beyond_double() -> None:
-    large = torch.tensor([2**53 + 1, -(2**53) - 1])
-    assert combined(Arithmetic(torch.int64, ReduceOp.AVERAGE, divisor=1), [large]).tolist() == large.tolist()
-    thrice = Arithmetic(torch.int64, ReduceOp.AVERAGE, divisor=3)
-    assert combined(thrice, [large, large, large]).tolist() == large.tolist()
-
-
-def test_integer_scaling_divides_after_it_multiplies() -> None:
-    values = torch.tensor([49, -49, 98])
-    arithmetic = Arithmetic(torch.int64, ReduceOp.AVERAGE, divisor=49, postscale=3.0)
-    assert combined(arithmetic, [values]).tolist() == [3, -3, 6]
-
-
-def test_divisor_wider_than_the_dtype() -> None:
-    values = torch.tensor([-128, 127], dtype=torch.int8)
-    assert combined(Arithmetic(torch.int8, ReduceOp.AVERAGE, divisor=128), [values]).tolist() == [-1, 0]
+@pytest.mark.parametrize(
+    ("dtype", "factors", "contributions", "expected"),
+    [
+        pytest.param(torch.int32, {"prescale": 0.5}, [[1, 2, 3]] * 2, [0, 2, 2], id="Horovod's example of a prescale"),
+        pytest.param(torch.int64, {"divisor": 1}, [[LARGE, -LARGE]], [LARGE, -LARGE], id="one beyond double"),
+        pytest.param(torch.int64, {"divisor": 3}, [[LARGE, -LARGE]] * 3, [LARGE, -LARGE], id="three beyond double"),
+        pytest.param(
+            torch.int64, {"divisor": 49, "postscale": 3.0}, [[49, -49, 98]], [3, -3, 6], id="multiplied first"
+        ),
+        pytest.param(torch.int8, {"divisor": 128}, [[-128, 127]], [-1, 0], id="a divisor wider than the dtype"),
+    ],
+)
+def test_scaled_integers_are_exact(
+    dtype: torch.dtype, factors: dict[str, Any], contributions: list[list[int]], expected: list[int]
+) -> None:
+    op = ReduceOp.AVERAGE if "divisor" in factors else ReduceOp.SUM
+    tensors = [torch.tensor(each, dtype=dtype) for each in contributions]
+    assert combined(Arithmetic(dtype, op, **factors), tensors).tolist() == expected
 
 
 def test_sixteen_bit_sums_do_not_stagnate_or_overflow() -> None:
@@ -269,19 +263,6 @@ def test_table_of_early_factors(op: ReduceOp, post: float, factor: float) -> Non
     assert early_factor(op, post) == factor
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int32], ids=dtype_name)
-def test_folding_one_by_one_is_combining(dtype: torch.dtype) -> None:
-    contributions = integers(dtype, 3)
-    arithmetic = Arithmetic(dtype, ReduceOp.AVERAGE, divisor=3, prescale=2.0)
-    expected = combined(arithmetic, contributions)
-    own = arithmetic.view(contributions[0])
-    accumulator = arithmetic.begin(own, arithmetic.accumulator(80))
-    for other in contributions[1:]:
-        arithmetic.fold(accumulator, arithmetic.view(other))
-    arithmetic.end(accumulator, own)
-    assert torch.equal(contributions[0], expected)
-
-
 def test_tensors_of_inference_mode_work_in_and_out_of_it() -> None:
     arithmetic = Arithmetic(torch.bfloat16, ReduceOp.SUM)
     with torch.inference_mode():
@@ -296,6 +277,7 @@ def test_tensors_of_inference_mode_work_in_and_out_of_it() -> None:
     ("dtype", "op", "factors", "message"),
     [
         (torch.bool, ReduceOp.AVERAGE, {}, "possible there: Sum, Min, Max, Product"),
+        (torch.float16, BitwiseOp.BXOR, {}, "op Bxor is not defined on dtype float16; possible there: Average, Sum"),
         (torch.bool, ReduceOp.SUM, {"prescale": 0.5}, "takes no factors, got prescale 0.5"),
         (torch.complex64, ReduceOp.MAX, {}, "op Max is not defined on dtype complex64"),
         (torch.float32, ReduceOp.ADASUM, {}, "Adasum is not an element-wise reduction"),
@@ -304,11 +286,67 @@ def test_tensors_of_inference_mode_work_in_and_out_of_it() -> None:
     ],
     ids=str,
 )
-def test_refused(dtype: torch.dtype, op: ReduceOp, factors: dict[str, float], message: str) -> None:
+def test_refused(dtype: torch.dtype, op: Any, factors: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         Arithmetic(dtype, op, **factors)
-
-
-def test_view_refuses_another_dtype() -> None:
     with pytest.raises(UsageError, match="expected a tensor of float32, got float64"):
         Arithmetic(torch.float32, ReduceOp.SUM).view(torch.zeros(2, dtype=torch.float64))
+
+
+ORDERED = [ReduceOp.SUM, ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PRODUCT]
+
+
+def supported(dtype: torch.dtype) -> set[ReduceOp]:
+    found = set()
+    for op in ReduceOp:
+        try:
+            check_supported(op, dtype)
+        except UsageError:
+            continue
+        found.add(op)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "ops"),
+    [
+        ([torch.bool], {*ORDERED}),
+        ([torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64], {*ORDERED, ReduceOp.AVERAGE}),
+        ([torch.float16, torch.bfloat16, torch.float32, torch.float64], set(ReduceOp)),
+        ([torch.complex64, torch.complex128], {ReduceOp.AVERAGE, ReduceOp.SUM, ReduceOp.PRODUCT}),
+    ],
+    ids=["bool", "integer", "float", "complex"],
+)
+def test_table_of_ops(dtypes: list[torch.dtype], ops: set[ReduceOp]) -> None:
+    for dtype in dtypes:
+        assert supported(dtype) == ops
+
+
+def test_dtypes_that_cannot_be_reduced_are_named() -> None:
+    with pytest.raises(UsageError, match="dtype uint16"):
+        check_supported(ReduceOp.SUM, torch.uint16)
+
+
+@pytest.mark.parametrize("value", [6, -1, "sum", None])
+def test_numbers_are_those_of_horovod_and_others_are_refused(value: object) -> None:
+    assert [op.name for op in ReduceOp] == ["AVERAGE", "SUM", "ADASUM", "MIN", "MAX", "PRODUCT"]
+    assert [int(op) for op in ReduceOp] == [0, 1, 2, 3, 4, 5]
+    with pytest.raises(UsageError, match=r"is not a reduction; expected one of: Average \(0\), Sum \(1\)"):
+        reduce_op(value)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("op", [ReduceOp.SUM, ReduceOp.AVERAGE, ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PRODUCT])
+@pytest.mark.parametrize("dtype", TABLE, ids=str)
+def test_identity_changes_nothing(op: ReduceOp, dtype: torch.dtype) -> None:
+    if op not in supported(dtype):
+        return
+    neutral = torch.full((2,), identity(op, dtype), dtype=dtype)
+    values = torch.tensor([0, 1]).to(dtype)
+    combined = {
+        ReduceOp.SUM: torch.add,
+        ReduceOp.AVERAGE: torch.add,
+        ReduceOp.PRODUCT: torch.mul,
+        ReduceOp.MIN: torch.minimum,
+        ReduceOp.MAX: torch.maximum,
+    }[op](values, neutral)
+    assert torch.equal(combined, values)

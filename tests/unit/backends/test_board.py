@@ -1,4 +1,4 @@
-"""On a board all ranks hear the same answer, whatever the order in which they look, begin, pass and are told to hurry.
+"""Words that ranks share: all hear the same answer on a board, and every chunk of a work is taken by exactly one rank.
 
 Each rank runs in a thread of its own, and after every single read or write of a shared word a random one of them goes
 on: so the ranks meet in every state that a statement can leave behind. What a rank writes the others see later, as on
@@ -8,10 +8,13 @@ x86, at the next barrier at the latest.
 import contextlib
 import random
 import threading
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from hvlike.backends.shared_memory.board import RING, WORDS, Board
+from hvlike.backends.shared_memory.work_sync import LEAST_SHARED, WorkStealing
 
 THINGS = 8
 
@@ -228,31 +231,6 @@ def boards(ranks, wake=nothing):
     return [Board(memory, rank, contextlib.nullcontext(), None, wake, 0) for rank in range(ranks)]
 
 
-def test_a_thing_is_done_at_once_when_all_ask_for_it():
-    everybody = boards(3)
-    for index in range(5):
-        assert all(board.is_free(index) for board in everybody)
-        for board in everybody[1:]:
-            assert board.offer(index, 3, 9) is None
-            assert board.look(index) is None
-        assert everybody[0].offer(index, 3, 9) is True
-        assert [board.look(index) for board in everybody[1:]] == [True, True]
-        for board in everybody:
-            board.finish(index)
-
-
-def test_a_place_is_not_used_again_before_all_are_through_with_it():
-    first, second = boards(2)
-    assert second.offer(0, 1, 1) is None
-    assert first.offer(0, 1, 1) is True
-    assert second.look(0) is True
-    first.finish(0)
-    assert first.is_free(1)
-    assert not first.is_free(RING)
-    second.finish(0)
-    assert first.is_free(RING)
-
-
 def test_the_last_to_come_wakes_those_that_sleep():
     woken = []
     first, second = boards(2, lambda: woken.append(True))
@@ -266,49 +244,6 @@ def test_the_last_to_come_wakes_those_that_sleep():
         assert first.look(index) is True
         for board in (first, second):
             board.finish(index)
-
-
-def test_what_one_rank_has_passed_nobody_does():
-    first, second, third = boards(3)
-    assert second.offer(0, 1, 1) is None
-    assert third.offer(0, 1, 1) is None
-    assert second.look(0) is None
-    first.passed(1)
-    assert not first.is_free(0)
-    assert second.look(0) is False
-    assert third.look(0) is False
-
-
-def test_a_count_never_goes_back():
-    first, second = boards(2)
-    first.passed(5)
-    first.passed(3)
-    assert not first.is_free(4)
-    assert first.is_free(5)
-    assert second.offer(4, 1, 1) is None
-    assert second.look(4) is False
-
-
-def test_who_has_followed_and_is_told_to_hurry_does_not_offer():
-    first, second = boards(2)
-    assert second.offer(0, 1, 1) is None
-    assert first.offer(0, 1, 1) is True
-    assert first.following == 1
-    first.passed(2)
-    assert first.following != 1
-    assert not first.is_free(1)
-
-
-def test_a_late_look_hears_what_the_others_have_heard():
-    first, second, third = boards(3)
-    assert first.offer(0, 1, 1) is None
-    assert second.offer(0, 2, 1) is None
-    assert third.offer(0, 1, 1) is None
-    for board in (first, second):
-        assert board.look(0) is False
-        board.finish(0)
-        assert board.offer(RING, 1, 1) is None
-    assert third.look(0) is False
 
 
 def test_an_interrupt_in_the_middle_leaves_an_offer_or_a_pass():
@@ -327,3 +262,70 @@ def test_an_interrupt_in_the_middle_leaves_an_offer_or_a_pass():
     assert first.look(0) is None
     assert second.offer(0, 1, 1) is True
     assert first.look(0) is True
+
+
+Run = tuple[int, int, int]
+
+WORK_WORDS = 16
+ENDED = 0
+"""A word of each rank that the claims do not use: the number of the newest work it has ended."""
+
+
+class Worker:
+    """Takes what it can, work after work; each begins when all have ended the one before."""
+
+    def __init__(self, rank: int, memory: list[list[int]], stage: Stage, runs: list[Run], works: int) -> None:
+        self.taken: dict[int, list[Run]] = {}
+        self._rank, self._stage, self._works = rank, stage, works
+        counters = [SimpleNamespace(words=Words(words, stage, rank)) for words in memory]
+        self._counters = counters
+        region: Any = SimpleNamespace(
+            rank=rank, ranks=len(memory), counters=counters, mine=counters[rank], fence=stage.stores[rank].leave
+        )
+        self._claims = WorkStealing(region, runs, 0)
+
+    def run(self) -> None:
+        self._stage.enter(self._rank)
+        try:
+            for number in range(1, self._works + 1):
+                self._claims.begin(number)
+                found = self.taken[number] = []
+                while self._claims.unfinished:
+                    found += self._claims.take(8)
+                self._counters[self._rank].words[ENDED] = number
+                while any(each.words[ENDED] < number for each in self._counters):
+                    pass
+        finally:
+            self._stage.leave(self._rank)
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize(
+    ("ranks", "chunks"),
+    [(2, 0), (2, 5), (2, 2 * LEAST_SHARED), (2, 2 * LEAST_SHARED + 9), (3, 3 * LEAST_SHARED - 1), (4, 70)],
+)
+def test_every_chunk_is_taken_once(ranks: int, chunks: int, seed: int) -> None:
+    runs = [(0, start, start + 1) for start in range(chunks)]
+    memory = [[0] * WORK_WORDS for _ in range(ranks)]
+    stage = Stage(ranks, seed)
+    members = [Worker(rank, memory, stage, runs, 3) for rank in range(ranks)]
+    threads = [threading.Thread(target=each.run) for each in members]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for number in (1, 2, 3):
+        assert sorted(run for each in members for run in each.taken[number]) == runs
+
+
+def test_a_rank_that_has_not_begun_is_helped_and_a_short_list_is_not() -> None:
+    for chunks, expected in ((4 * LEAST_SHARED, 4 * LEAST_SHARED), (2 * LEAST_SHARED - 2, LEAST_SHARED - 1)):
+        memory = [[0] * WORK_WORDS for _ in range(2)]
+        counters = [SimpleNamespace(words=words) for words in memory]
+        region: Any = SimpleNamespace(rank=1, ranks=2, counters=counters, mine=counters[1], fence=list)
+        claims = WorkStealing(region, [(0, start, start + 1) for start in range(chunks)], 0)
+        claims.begin(7)
+        taken: list[Run] = []
+        while claims.unfinished:
+            taken += claims.take(8)
+        assert len(set(taken)) == len(taken) == expected

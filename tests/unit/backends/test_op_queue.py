@@ -1,4 +1,4 @@
-"""An op queue on a loop of its own: what the calling thread drives itself, and what it leaves to the loop."""
+"""An op queue on a loop of its own: what the caller drives, and what it leaves to the loop; how operations end."""
 
 import inspect
 import math
@@ -6,15 +6,15 @@ import os
 import threading
 import time
 from collections.abc import Iterator
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from hvlike.backends.base import Backend, SoloBackend
+from hvlike.backends.base import SoloBackend
 from hvlike.backends.op_queue import OpQueue
 from hvlike.backends.operation import Operation, OperationState
+from hvlike.backends.waves import side_by_side
 from hvlike.system.mapped_memory import Segment
 from hvlike.transport.loop.coroutine import Coroutine, Wait
 from hvlike.transport.loop.loop import Loop
@@ -147,47 +147,6 @@ def test_an_interrupt_is_raised_where_it_came(bench: Bench) -> None:
         bench.run(counted(1, Wait.AGAIN, [])).wait(30.0)
 
 
-def test_jobs_keep_their_order_whoever_gives_them(bench: Bench) -> None:
-    order: list[int] = []
-
-    def job(number: int) -> Coroutine[None]:
-        order.append(number)
-        yield Wait.AGAIN
-        if number == 1:
-            # In the loop, while another one is before it.
-            bench.run(job(3), drive=False)
-
-    def first(arrived: threading.Event) -> Coroutine[None]:
-        while not arrived.is_set():
-            yield Wait.POLL
-
-    arrived = threading.Event()
-    bench.run(first(arrived), drive=False)
-    bench.run(job(1), drive=False)
-    last = bench.run(job(2))
-    arrived.set()
-    last.wait(30.0)
-    assert bench.loop.wait(lambda: len(order) == 3, 30.0)
-    assert order == [1, 2, 3]
-
-
-def test_another_thread_that_drives_the_loop_does_it(bench: Bench) -> None:
-    begun, leave = threading.Event(), threading.Event()
-
-    def busy() -> Coroutine[None]:
-        while not leave.is_set():
-            begun.set()
-            yield Wait.POLL
-
-    bench.loop.start(busy())
-    assert begun.wait(30.0)
-    taken: list[int] = []
-    operation = bench.run(counted(1, Wait.AGAIN, taken), math.inf)
-    leave.set()
-    assert operation.result(30.0) == 1
-    assert len(taken) == 1
-
-
 def given(bench: Bench, order: list[str], name: str, *, hold: bool = True) -> Operation:
     """Give the queue a job that notes which thread has run it."""
 
@@ -298,31 +257,117 @@ def test_a_callback_may_wait_for_what_is_held_behind_its_own(bench: Bench) -> No
     assert [each[:6] for each in order] == ["a in t", "b in t", "waited"]
 
 
-def test_threads_that_give_and_start_at_the_same_time_lose_no_job(bench: Bench) -> None:
-    order: list[int] = []
-    giving = threading.Lock()
-    number = 0
+def test_the_first_end_counts() -> None:
+    operation = Operation()
+    operation.value = 7
+    operation.end()
+    operation.end(KeyError("late"))
+    assert operation.state is OperationState.DONE
+    assert operation.result() == 7
 
-    def job(its: int, backend: Backend) -> Coroutine[None]:
-        yield Wait.AGAIN
-        order.append(its)
 
-    def many(drive: bool) -> None:
-        nonlocal number
-        for _ in range(300):
-            with giving:
-                number += 1
-                operation = Operation()
-                bench.queue.give(partial(job, number), operation, hold=drive)
-            bench.queue.start(drive=drive, wake=not drive)
-            if drive:
-                assert bench.queue.wait(operation, 30.0)
+def test_what_has_failed_raises_for_everybody_who_waits() -> None:
+    operation = Operation()
+    operation.begin()
+    assert operation.state is OperationState.RUNNING
+    operation.end(KeyError("expected"))
+    for _ in range(2):
+        with pytest.raises(KeyError, match="expected"):
+            operation.result()
 
-    bench.spin.queue_seconds = bench.spin.network_seconds = math.inf
-    threads = [threading.Thread(target=many, args=(turn % 2 == 0,)) for turn in range(4)]
-    for thread in threads:
+
+def test_the_fence_is_called_by_each_who_waits() -> None:
+    calls: list[int] = []
+    operation = Operation()
+    operation.fence = lambda: calls.append(threading.get_ident())
+    operation.end()
+    operation.wait()
+    operation.result()
+    assert len(calls) == 2
+
+
+def test_callbacks_come_once_before_and_after_the_end() -> None:
+    heard: list[str] = []
+    operation = Operation()
+    operation.then(lambda each: heard.append(f"before {each.state.value}"))
+    assert not heard
+    operation.end()
+    operation.then(lambda each: heard.append(f"after {each.state.value}"))
+    assert heard == ["before done", "after done"]
+
+
+def test_callbacks_that_meet_the_end_come_once() -> None:
+    heard: list[int] = []
+    for turn in range(200):
+        operation = Operation()
+        thread = threading.Thread(target=operation.end)
         thread.start()
-    for thread in threads:
-        thread.join(60.0)
-    assert bench.loop.wait(lambda: bench.queue.idle, 30.0)
-    assert order == list(range(1, 1201))
+        for number in range(10):
+            operation.then(lambda _, number=10 * turn + number: heard.append(number))
+        thread.join()
+    assert sorted(heard) == list(range(2000))
+
+
+def test_what_nobody_ends_does_not_block_without_a_waiter() -> None:
+    operation = Operation()
+    assert not operation.wait(0.0)
+    with pytest.raises(TimeoutError, match=r"Operation\(\d+, waiting\) has not ended within 0.0 s"):
+        operation.result(0.0)
+
+
+def waiting(waits: list[Wait], log: list[str], name: str) -> Coroutine[None]:
+    try:
+        for wait in waits:
+            log.append(name)
+            yield wait
+    finally:
+        log.append(f"end of {name}")
+
+
+def test_each_advances_once_in_a_turn() -> None:
+    log: list[str] = []
+    both = side_by_side([waiting([Wait.NOTIFY] * 3, log, "a"), waiting([Wait.NOTIFY] * 1, log, "b")])
+    next(both)
+    assert log == ["a", "b"]
+    next(both)
+    assert log == ["a", "b", "a", "end of b"]
+
+
+def test_the_most_urgent_wait_counts() -> None:
+    bell, poll, again = [Wait.NOTIFY] * 2, [Wait.POLL] * 2, [Wait.AGAIN] * 2
+    for together, wait in (([bell, bell], Wait.NOTIFY), ([poll, bell], Wait.POLL), ([bell, again, poll], Wait.AGAIN)):
+        assert next(side_by_side([waiting(each, [], "") for each in together])) is wait
+
+
+def test_what_has_ended_may_have_freed_another() -> None:
+    both = side_by_side([waiting([Wait.NOTIFY] * 3, [], "a"), waiting([], [], "b")])
+    assert next(both) is Wait.AGAIN
+    assert next(both) is Wait.NOTIFY
+
+
+def test_it_ends_with_the_last() -> None:
+    log: list[str] = []
+    assert len(list(side_by_side([waiting([Wait.POLL] * count, log, "x") for count in (1, 4, 2)]))) == 4
+    assert log.count("end of x") == 3
+    assert list(side_by_side([])) == []
+
+
+def test_an_error_closes_the_others() -> None:
+    def failing() -> Coroutine[None]:
+        yield Wait.NOTIFY
+        raise OSError("broken")
+
+    log: list[str] = []
+    both = side_by_side([waiting([Wait.NOTIFY] * 9, log, "a"), failing(), waiting([Wait.NOTIFY] * 9, log, "b")])
+    next(both)
+    with pytest.raises(OSError, match="broken"):
+        next(both)
+    assert {"end of a", "end of b"} <= set(log)
+
+
+def test_giving_up_closes_all() -> None:
+    log: list[str] = []
+    both = side_by_side([waiting([Wait.NOTIFY] * 9, log, "a"), waiting([Wait.NOTIFY] * 9, log, "b")])
+    next(both)
+    both.close()
+    assert {"end of a", "end of b"} <= set(log)

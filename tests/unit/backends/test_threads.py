@@ -53,8 +53,9 @@ def contributions(dtype: torch.dtype, count: int) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
-@pytest.mark.parametrize(("op", "divisor"), [(ReduceOp.SUM, 1), (ReduceOp.AVERAGE, 3), (ReduceOp.PRODUCT, 1)])
-@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize(
+    ("op", "divisor", "count"), [(ReduceOp.SUM, 1, 2), (ReduceOp.AVERAGE, 3, 3), (ReduceOp.PRODUCT, 1, 2)]
+)
 def test_the_bits_do_not_depend_on_the_threads(dtype: torch.dtype, op: ReduceOp, divisor: int, count: int) -> None:
     arithmetic = Arithmetic(dtype, op, divisor=divisor)
     given, found = contributions(dtype, count), []

@@ -16,8 +16,6 @@ from hvlike.errors import HorovodInternalError, MismatchError
 from hvlike.transport.loop.coroutine import Coroutine
 from hvlike.transport.memory.never_freed import ABANDONED_REDUCTION, kept_forever
 
-pytestmark = pytest.mark.pure
-
 CHUNK = 4096
 
 

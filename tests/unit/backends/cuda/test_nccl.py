@@ -1,7 +1,10 @@
-"""What goes wrong in NCCL while nobody waits there is found, ends what is under way, and is raised to whoever asks."""
+"""NCCL without a GPU: what it is told to do, in groups; what goes wrong meanwhile is found, and raised to all."""
 
+import sys
 import threading
 import time
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -12,8 +15,9 @@ from hvlike.backends.arithmetic.arithmetic import Arithmetic
 from hvlike.backends.arithmetic.reduce_op import ReduceOp
 from hvlike.backends.base import SoloBackend
 from hvlike.backends.cuda import nccl
-from hvlike.backends.cuda.nccl import Communicator, Nccl, NcclBackend
+from hvlike.backends.cuda.nccl import Communicator, Nccl, NcclBackend, Recipe, recipe_of
 from hvlike.errors import HorovodInternalError, ShutdownError, StalledError
+from hvlike.transport.memory.dtypes import TABLE
 
 LIMIT = 5.0
 
@@ -185,3 +189,126 @@ def test_two_threads_take_turns_on_a_device() -> None:
     for thread in threads:
         thread.join()
     assert errors == []
+
+
+def test_many_tensors_are_reduced_in_several_groups() -> None:
+    device = LateDevice()
+    nccl = FakeNccl(device, lambda number, rank, size: Alone())
+    link = nccl.join(Alone(), 0, 1)
+    backend = NcclBackend(SoloBackend(), device, device.home(), (0, 1), Communicator(Nccl(nccl), link), 0.0)
+    tensors = [torch.full((2,), float(number)) for number in range(5000)]
+    job = backend.allreduce(tensors, Arithmetic(torch.float32, ReduceOp.SUM, postscale=2.0))
+    assert list(backend.run(job)) == []
+    assert [len(group) for group in link.calls] == [2048, 2048, 904]
+    device.drain(backend.stream)
+    assert all(tensor.tolist() == [2.0 * number] * 2 for number, tensor in enumerate(tensors))
+
+
+SUM, AVERAGE, MIN, MAX, PRODUCT = (
+    ReduceOp.SUM,
+    ReduceOp.AVERAGE,
+    ReduceOp.MIN,
+    ReduceOp.MAX,
+    ReduceOp.PRODUCT,
+)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "op", "factors", "expected"),
+    [
+        (torch.float32, AVERAGE, {"divisor": 4}, Recipe("avg", 1, 1)),
+        (torch.bfloat16, AVERAGE, {"divisor": 4, "prescale": 0.5, "postscale": 2}, Recipe("avg", 0.5, 2)),
+        (torch.float16, SUM, {"postscale": 0.25}, Recipe("sum", 1, 0.25)),
+        (torch.float64, AVERAGE, {"divisor": 2}, Recipe("sum", 1, 0.5)),
+        (torch.float32, PRODUCT, {"prescale": 3}, Recipe("prod", 3, 1)),
+        (torch.float32, MIN, {}, Recipe("min", 1, 1)),
+        (torch.int32, SUM, {}, Recipe("sum", 1, 1)),
+        (torch.int64, MAX, {}, Recipe("max", 1, 1)),
+        (torch.int32, AVERAGE, {"divisor": 4}, None),
+        (torch.int32, SUM, {"prescale": 2}, None),
+        (torch.int16, SUM, {}, None),
+        (torch.bool, SUM, {}, Recipe("max", 1, 1, torch.uint8)),
+        (torch.bool, PRODUCT, {}, Recipe("min", 1, 1, torch.uint8)),
+        (torch.complex64, AVERAGE, {"divisor": 4}, Recipe("avg", 1, 1, torch.float32)),
+        (torch.complex128, SUM, {}, Recipe("sum", 1, 1, torch.float64)),
+        (torch.complex64, PRODUCT, {}, None),
+    ],
+    ids=str,
+)
+def test_recipes(dtype: torch.dtype, op: ReduceOp, factors: dict[str, float], expected: Recipe | None) -> None:
+    arithmetic = Arithmetic(
+        dtype,
+        op,
+        divisor=int(factors.get("divisor", 1)),
+        prescale=factors.get("prescale", 1.0),
+        postscale=factors.get("postscale", 1.0),
+    )
+    assert recipe_of(arithmetic, 4) == expected
+
+
+def test_a_recipe_sees_the_memory_as_it_is() -> None:
+    for dtype in TABLE:
+        recipe = recipe_of(Arithmetic(dtype, SUM), 4)
+        if recipe is not None:
+            tensor = torch.zeros(6, dtype=dtype)
+            seen = recipe.view(tensor)
+            assert (seen.data_ptr(), seen.nbytes, seen.dim()) == (tensor.data_ptr(), tensor.nbytes, 1)
+
+
+class Link:
+    """A communicator that remembers how it was made."""
+
+    def __init__(self, *arguments: Any) -> None:
+        self.arguments = arguments
+        self.failure: Exception | None = None
+
+    def check_async_error(self) -> None:
+        if self.failure is not None:
+            raise self.failure
+
+
+def old_link(size: int, number: tuple[int, ...], rank: int) -> Link:
+    """As CuPy 13 has it."""
+    if not isinstance(number, tuple):
+        raise TypeError("Argument 'commId' has incorrect type (expected tuple, got bytes)")
+    return Link(size, number, rank)
+
+
+NUMBER = bytes(range(128, 256))
+NEW = SimpleNamespace(get_version=lambda: 23203, get_unique_id=lambda: NUMBER, NcclCommunicator=Link, NCCL_SUM=0)
+OLD = SimpleNamespace(
+    get_version=lambda: 21805,
+    get_unique_id=lambda: tuple(each - 256 for each in NUMBER),
+    NcclCommunicator=old_link,
+    NCCL_SUM=0,
+)
+
+
+def test_numbers_of_communicators_travel_as_bytes() -> None:
+    for module, expected in ((NEW, NUMBER), (OLD, OLD.get_unique_id())):
+        library = nccl.Nccl(module)
+        number = library.new_id()
+        assert number == NUMBER
+        assert library.connect(3, number, 2).link.arguments == (3, expected, 2)
+
+
+def test_what_a_version_has_not_is_left_out() -> None:
+    library = nccl.Nccl(NEW)
+    assert (library.ops, library.dtypes) == ({"sum": 0}, {})
+
+
+def test_any_error_of_the_check_is_an_error_of_the_communicator() -> None:
+    link = Link()
+    communicator = nccl.Communicator(nccl.Nccl(NEW), link)
+    assert communicator.error() is None
+    link.failure = KeyError(6)
+    assert communicator.error() is link.failure
+
+
+def test_without_cupy_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    monkeypatch.setitem(sys.modules, "cupy.cuda", None)
+    monkeypatch.setitem(sys.modules, "cupy.cuda.nccl", None)
+    facts = nccl.describe()
+    assert facts.version == 0
+    assert "pip install hvlike[cuda1" in facts.missing
