@@ -1,14 +1,18 @@
-"""Options of the benchmarks: what is wrong is refused before MPI starts, with what there is."""
+"""Options of the benchmarks, refused before MPI starts if wrong; processes that help, and the models of bench step."""
 
 import argparse
+import math
+import sys
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 
 import pytest
 import torch
 
 from hvlike.bench import allreduce, command, step
-from hvlike.bench.harness.benchmark import positive, positives
-from hvlike.bench.trainers import DEFAULT
-from hvlike.errors import UsageError
+from hvlike.bench.harness.processes import Helpers
+from hvlike.bench.trainers import DEFAULT, WORKLOADS, bert, resnet_50, small
+from hvlike.errors import LaunchError, UsageError
 
 
 @pytest.mark.parametrize(
@@ -59,9 +63,81 @@ def test_small_sizes_are_repeated_more_often() -> None:
     assert (counts[0], counts[-1]) == (60, 9)
 
 
-def test_numbers_of_repetitions() -> None:
-    assert positive("3") == 3
-    for wrong in ("0", "-1", "many", "1.5"):
-        with pytest.raises(argparse.ArgumentTypeError, match="not a whole number above 0"):
-            positive(wrong)
-    assert positives("1,20") == [1, 20]
+ECHO = """
+import sys
+from multiprocessing.connection import Connection
+from hvlike.bench.harness.processes import requests
+end = Connection(int(sys.argv[1]))
+for request in requests(end):
+    end.send({"seen": request})
+    if request == "die":
+        sys.exit("out of cake")
+"""
+
+
+def start(helpers: Helpers, program: str) -> Connection:
+    ours, theirs = Pipe()
+    with theirs:
+        helpers.start([sys.executable, "-c", program, str(theirs.fileno())], pass_fds=[theirs.fileno()])
+    helpers.ends.append(ours)
+    return ours
+
+
+def test_a_helper_answers_until_it_dies_which_is_named_with_its_last_output() -> None:
+    helpers = Helpers("the echo")
+    end = start(helpers, ECHO)
+    assert helpers.ask(end, {"n": 1}) == {"seen": {"n": 1}}
+    assert helpers.ask(end, "die") == {"seen": "die"}
+    with pytest.raises(LaunchError, match=r"the echo: .*; the last output:\nout of cake"):
+        helpers.ask(end)
+    helpers.close()
+
+
+LIGHT = ["small", "tensors400"]
+
+
+def elements(shapes: list[tuple[int, ...]]) -> int:
+    return sum(math.prod(shape) for shape in shapes)
+
+
+def test_shapes_of_published_networks() -> None:
+    assert (len(resnet_50()), elements(resnet_50())) == (161, 25_557_032)
+    assert (len(bert(768, 12)), elements(bert(768, 12))) == (199, 109_482_240)
+    assert (len(bert(1024, 24)), elements(bert(1024, 24))) == (391, 335_141_888)
+
+
+def test_small_tensors_have_1_to_16_kibibytes() -> None:
+    assert [4 * elements([shape]) >> 10 for shape in small(6)] == [1, 2, 4, 8, 16, 1]
+    assert len(small(400)) == 400
+
+
+@pytest.mark.parametrize("name", LIGHT)
+def test_every_parameter_gets_a_gradient_that_depends_on_the_data(name: str) -> None:
+    workload = WORKLOADS[name]
+    found = []
+    for seed in (1, 2):
+        model = workload.model(0)
+        model(*workload.data(seed)).backward()
+        found.append([parameter.grad for parameter in model.parameters()])
+    for one, other in zip(*found, strict=True):
+        assert one is not None
+        assert other is not None
+        assert not torch.equal(one, other)
+
+
+@pytest.mark.parametrize("name", LIGHT)
+def test_seeds_repeat(name: str) -> None:
+    workload = WORKLOADS[name]
+    for one, again in zip(workload.model(3).parameters(), workload.model(3).parameters(), strict=True):
+        assert torch.equal(one, again)
+    assert all(map(torch.equal, workload.data(3), workload.data(3)))
+
+
+def test_sizes_that_the_specification_names() -> None:
+    sizes = {
+        name: sum(each.nbytes for each in WORKLOADS[name].model(0).parameters())
+        for name in ("mlp", "transformer", "small")
+    }
+    assert sizes["mlp"] == 4 * 4 * (2048 * 2048 + 2048)
+    assert round(sizes["transformer"] / 2**20) == 13
+    assert sizes["small"] == 4 * 8 * (256 * 256 + 256)

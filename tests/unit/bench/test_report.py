@@ -16,7 +16,6 @@ from hvlike.bench.harness.report import (
     colours_of,
     draw,
     parse_size,
-    parse_sizes,
     ratio_cell,
     table,
     with_spread,
@@ -37,10 +36,6 @@ def test_parse_size(text: str, size: int) -> None:
 def test_no_size(text: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError, match="is not a size; write 4096, 64KiB or 25MiB"):
         parse_size(text)
-
-
-def test_lists() -> None:
-    assert parse_sizes("1KiB,2MiB") == [1024, 2 << 20]
 
 
 @pytest.mark.parametrize(("size", "text"), [(12, "12 B"), (1024, "1 KiB"), (25 << 20, "25 MiB"), (3 << 29, "1.5 GiB")])
@@ -97,10 +92,6 @@ def test_one_wide_spread_does_not_hide_the_bars() -> None:
     axes = pytest.importorskip("matplotlib.figure").Figure().add_subplot()
     bars.draw(axes, {"x": "C0", "y": "C1"})
     assert axes.get_ylim()[1] <= 4
-
-
-def test_a_summary_in_another_unit() -> None:
-    assert Summary(2.0, 1.0, 4.0).each(lambda seconds: 1 / seconds) == Summary(0.5, 0.25, 1.0)
 
 
 def test_wrong_files_are_refused(tmp_path: Path) -> None:
