@@ -166,26 +166,6 @@ def test_all_do_what_all_have_offered(ranks: Ranks) -> None:
         assert ranks.settle() == [True] * ranks.size
 
 
-@pytest.mark.parametrize("other", [{"kind": OTHER}, {"name": 8}], ids=str)
-def test_nobody_does_what_one_has_not_offered(ranks: Ranks, other: dict[str, int]) -> None:
-    for rank in range(ranks.size - 1):
-        ranks.offer(rank)
-    ranks.offer(ranks.size - 1, **other)
-    assert ranks.settle() == [False] * ranks.size
-
-
-def test_a_rank_that_negotiates_passes_before_and_after_it_hears_of_an_offer(ranks: Ranks) -> None:
-    ranks.offer(0)
-    ranks.settle()
-    assert ranks.answer(0) is None
-    for rank in range(1, ranks.size):
-        ranks.negotiate(rank)
-    assert ranks.settle()[0] is False
-    ranks.negotiate(1)
-    ranks.offer(0)
-    assert ranks.settle()[0] is False
-
-
 def test_negotiated_operations_send_nothing(ranks: Ranks) -> None:
     for rank in range(ranks.size):
         ranks.negotiate(rank)

@@ -1,7 +1,7 @@
-"""The tensor_queue of a rank: everything is numbered in one order, a name is in flight once, and threads are told
-apart."""
+"""The tensor queue of a rank: one order, a name in flight once, threads told apart; names; places of calls."""
 
 import _thread
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -10,8 +10,8 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from hvlike.collectives.controller.tensor_queue import MANY_THREADS, TensorQueue
-from hvlike.collectives.requests.request import Request, RequestSpec, find_call_site
+from hvlike.collectives.controller.tensor_queue import MANY_THREADS, AutomaticNames, TensorQueue
+from hvlike.collectives.requests.request import CallSite, Request, RequestSpec, find_call_site
 from hvlike.errors import DuplicateNameError, ShutdownError
 from hvlike.system.system import system
 
@@ -132,9 +132,6 @@ def test_a_thread_with_the_number_of_one_that_has_ended_is_another() -> None:
         pytest.skip("this system gives every thread a number of its own")
 
 
-# -- threads of autograd, of which it has one for each GPU -------------------------------------------
-
-
 def in_backward(ask: Callable[[], bool], over: threading.Event, *, callers: int) -> bool:
     """What `ask` returns in a thread of autograd, when so many threads of the program wait for a backward pass.
 
@@ -185,3 +182,40 @@ def test_who_waits_for_a_backward_pass_asks_for_nothing_beside_it(monkeypatch: p
     # It may be the other one that has called this pass.
     assert not in_backward(ask, over, callers=2)
     over.set()
+
+
+def test_every_kind_counts_for_itself() -> None:
+    names = AutomaticNames()
+    kinds = ("allreduce", "allreduce", "barrier", "allreduce")
+    assert [names.next(kind) for kind in kinds] == ["noname.0", "noname.1", "noname.0", "noname.2"]
+    assert names.counts() == {"allreduce": 3, "barrier": 1}
+
+
+def test_aligned_names_go_on_alike() -> None:
+    one, other = AutomaticNames(), AutomaticNames()
+    one.next("allreduce")
+    other.next("barrier")
+    for names in (one, other):
+        names.align({"allreduce": 1, "barrier": 1})
+    assert one.counts() == other.counts()
+    assert one.next("allreduce") == other.next("allreduce") == "noname.1"
+
+
+def test_counts_are_a_copy() -> None:
+    names = AutomaticNames()
+    names.counts()["allreduce"] = 7
+    assert names.next("allreduce") == "noname.0"
+
+
+def test_it_is_the_line_of_the_call() -> None:
+    place, line = find_call_site(0), sys._getframe().f_lineno
+    assert str(place) == f"{__file__}:{line}"
+
+
+def test_it_is_that_of_each_call_in_a_loop_over_lines() -> None:
+    first = sys._getframe().f_lineno
+    places: list[CallSite] = [
+        find_call_site(0),
+        find_call_site(0),
+    ]
+    assert [str(each) for each in places] == [f"{__file__}:{first + 2}", f"{__file__}:{first + 3}"]

@@ -1,4 +1,4 @@
-"""The tensors of a bucket are reduced where they are, whatever their layout, and small ones share one buffer."""
+"""Tensors that are reduced together: which are joined, in buckets or by fusion, and how they are packed."""
 
 from collections.abc import Callable, Sequence
 
@@ -9,8 +9,110 @@ from hvlike.backends.arithmetic.arithmetic import Arithmetic
 from hvlike.backends.arithmetic.reduce_op import ReduceOp
 from hvlike.backends.base import PreparedReduction, SoloBackend
 from hvlike.backends.fusion_buffer import PackedReduction
+from hvlike.collectives.controller.execution import fuse
+from hvlike.collectives.controller.operations import Agreed
 from hvlike.collectives.persistent.bucket import BucketPacker, pick
+from hvlike.collectives.requests.message_table import Response
+from hvlike.collectives.requests.plan import (
+    ACROSS_BUCKET_BYTES,
+    DEVICE_BUCKET_BYTES,
+    OVERLAPPED_BUCKET_BYTES,
+    SINGLE_BUCKET_BYTES,
+    choose_sizes,
+    fill_buckets,
+)
+from hvlike.collectives.requests.request import Request, spec_of_tensors
 from hvlike.transport.loop.coroutine import Coroutine
+
+FLOATS = ("float32",) * 8
+
+
+@pytest.mark.parametrize(
+    ("sizes", "limit", "first", "expected"),
+    [
+        ([4, 4, 4, 4], 8, None, [[0, 1], [2, 3]]),
+        ([4, 4, 4, 4], 8, 4, [[0], [1, 2], [3]]),
+        ([4, 4, 4, 4], 8, 1, [[0], [1, 2], [3]]),
+        ([4, 4, 4, 4], 4, 12, [[0, 1, 2], [3]]),
+        ([9, 1, 1], 4, None, [[0], [1, 2]]),
+        ([1, 9, 1], 4, 2, [[0], [1], [2]]),
+        ([], 4, 2, []),
+        ([0, 0, 5], 4, 1, [[0, 1], [2]]),
+    ],
+)
+def test_limits(sizes: list[int], limit: int, first: int | None, expected: list[list[int]]) -> None:
+    parts = [[index] for index in range(len(sizes))]
+    assert fill_buckets(parts, sizes, FLOATS, limit, first) == expected
+
+
+def test_the_first_limit_counts_for_the_first_bucket_of_all_dtypes_only() -> None:
+    dtypes = ("float32", "float64", "float64", "float64")
+    assert fill_buckets([[0], [1], [2], [3]], [4, 4, 4, 4], dtypes, 8, 4) == [[0], [1, 2], [3]]
+
+
+def test_groups_stay_whole() -> None:
+    assert fill_buckets([[0, 2], [1]], [4, 4, 4], FLOATS, 8, 2) == [[0, 2], [1]]
+
+
+ONE_NODE, ALONE, PAIRS = ((0, 1),), ((0,), (1,)), ((0, 1), (2, 3))
+
+
+@pytest.mark.parametrize(
+    ("nodes", "overlaps", "slow_network", "expected"),
+    [
+        (ONE_NODE, True, False, OVERLAPPED_BUCKET_BYTES),
+        (ONE_NODE, False, False, SINGLE_BUCKET_BYTES),
+        (ALONE, False, False, SINGLE_BUCKET_BYTES),
+        (ALONE, True, False, ACROSS_BUCKET_BYTES),
+        (ALONE, False, True, ACROSS_BUCKET_BYTES),
+        (PAIRS, False, False, ACROSS_BUCKET_BYTES),
+    ],
+)
+def test_buckets_are_small_where_they_start_early_or_several_ranks_of_a_node_cross(
+    nodes: tuple[tuple[int, ...], ...], overlaps: bool, slow_network: bool, expected: int
+) -> None:
+    sizes = choose_sizes(None, None, overlaps=overlaps, nodes=nodes, slow_network=slow_network)
+    assert sizes == (expected, expected)
+
+
+def test_what_the_user_sets_comes_before_what_suits() -> None:
+    assert choose_sizes(7, None, overlaps=False, nodes=PAIRS) == (7, 7)
+    assert choose_sizes(None, 5, overlaps=False, on_device=True) == (DEVICE_BUCKET_BYTES, 5)
+
+
+def ask(name: str, *lengths: int, kind: str = "allreduce", op: int = 1) -> Agreed:
+    """An operation on tensors of so many bytes."""
+    tensors = [torch.zeros(length, dtype=torch.uint8) for length in lengths]
+    request = Request(name, spec_of_tensors(kind, tensors, op=op), tensors, lambda request: None)
+    return request, Response(request.key, request.spec)
+
+
+def names(batches: list[list[Agreed]]) -> list[str]:
+    return ["".join(request.name for request, _ in batch) for batch in batches]
+
+
+@pytest.mark.parametrize(
+    ("limit", "expected"),
+    [(100, ["abcd"]), (30, ["abc", "d"]), (20, ["ab", "cd"]), (10, ["a", "b", "c", "d"]), (0, ["a", "b", "c", "d"])],
+)
+def test_neighbours_are_joined_up_to_the_limit(limit: int, expected: list[str]) -> None:
+    assert names(fuse([ask(name, 10) for name in "abcd"], limit)) == expected
+
+
+def test_other_kinds_and_ops_are_never_joined() -> None:
+    agreed = [ask("a", 1), ask("b", 1, kind="broadcast"), ask("c", 1, kind="broadcast"), ask("d", 1), ask("e", 1, op=3)]
+    assert names(fuse(agreed, 100)) == ["a", "bc", "d", "e"]
+
+
+def test_a_large_operation_runs_alone() -> None:
+    assert names(fuse([ask("a", 1), ask("b", 500), ask("c", 1)], 100)) == ["a", "b", "c"]
+
+
+def test_groups_can_be_kept_apart() -> None:
+    agreed = [ask("a", 1), ask("b", 1, 1), ask("c", 1, 1), ask("d", 1), ask("e", 1)]
+    assert names(fuse(agreed, 100)) == ["abcde"]
+    assert names(fuse(agreed, 100, whole_groups=True)) == ["a", "b", "c", "de"]
+
 
 LARGE = 20_000
 """Elements of a float32 tensor that is not packed."""
