@@ -202,7 +202,6 @@ WRONG: list[tuple[str, Case, Verdict, str]] = [
         "several-nodes.md",
     ),
 ]
-
 NOTHING_TO_JUDGE: list[tuple[str, Case]] = [
     ("mpirun", case(launchers=None)),
     ("mpirun", both(library=Gap("failed: LaunchError: no library"))),
@@ -219,7 +218,6 @@ NOTHING_TO_JUDGE: list[tuple[str, Case]] = [
     ("allreduce", came(timings=None)),
     ("allreduce", came(timings=Timings((), None))),
 ]
-
 RIGHT_TOO: list[tuple[str, Case]] = [
     ("mpirun", outside(RIGHT)),
     ("mpirun", outside(replace(OTHER, family=UNKNOWN))),

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 SCRIPT = Path(__file__).parents[3] / "scripts" / "gpu_check"
-
 STUBBORN = """
 import os, signal, sys, time
 signal.signal(signal.SIGTERM, signal.SIG_IGN)

@@ -1,10 +1,18 @@
-"""The closing line of scripts/test: what counts as passed and what as failed."""
+"""How tests are run: the closing line of scripts/test, checks, cases of a commit, planted faults, the oracle."""
 
 import importlib.util
+import re
+import shlex
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
+from support.fuzz.oracle import Absent, Exchange
+from support.fuzz.planted import PLANTS, Plant, planted
+from support.jobs_of_commit import cases_of, is_tried
 
 SCRIPT = Path(__file__).parents[3] / "scripts" / "lib" / "tally.py"
 
@@ -87,3 +95,88 @@ def write_run(folder: Path, ranks: list[list[str]], status: int) -> None:
         records = ["\t".join([*line.split(), ""][:3]) for line in lines]
         (folder / f"rank-{rank}").write_text("".join(record + "\n" for record in records))
     (folder / "exit-status").write_text(f"{status}\n")
+
+
+@pytest.mark.parametrize(("cases", "tried"), [(14, 5), (4, 2), (5, 2), (3, 1), (1, 1)])
+def test_commits_in_a_row_come_to_all_cases(cases: int, tried: int) -> None:
+    chosen = [cases_of(number, cases, tried) for number in range(cases)]
+    assert all(len(each) == tried for each in chosen)
+    assert set.union(*chosen) == set(range(cases))
+
+
+def test_of_fewer_cases_all_are_tried() -> None:
+    assert cases_of(7, 2, 5) == {0, 1}
+
+
+def test_a_test_that_counts_as_one_of_several_is_tried_by_some_commits() -> None:
+    tried = [is_tried("a test", number, 1, 2, of=5)[0] for number in range(5)]
+    assert sum(tried) == 2
+    assert is_tried("a test", 0, 3, 3) == [True] * 3
+
+
+@pytest.mark.parametrize("fault", PLANTS, ids=lambda fault: fault.name)
+def test_it_can_be_planted(fault: Plant) -> None:
+    assert not fault.missing()
+    with planted(fault) as folder:
+        for file, _, new in fault.changes:
+            assert new in (folder / "hvlike" / file).read_text()
+
+
+RANKS = (0, 1)
+
+
+def test_all_get_what_all_bring_and_by_number() -> None:
+    exchange = Exchange(2)
+    with ThreadPoolExecutor(2) as pool:
+        first, second = (
+            pool.submit(lambda rank=rank: [exchange.gather(rank, (rank, each), RANKS) for each in range(100)])
+            for rank in RANKS
+        )
+    assert first.result() == second.result() == [[(0, each), (1, each)] for each in range(100)]
+
+
+def test_what_a_rank_has_brought_stays_when_it_leaves() -> None:
+    exchange = Exchange(2)
+    came: list[Any] = []
+    other = threading.Thread(target=lambda: came.append(exchange.gather(1, "from 1", RANKS)))
+    other.start()
+    assert exchange.gather(0, "from 0", RANKS) == ["from 0", "from 1"]
+    exchange.leave(0)
+    other.join()
+    assert came == [["from 0", "from 1"]]
+    with pytest.raises(Absent):
+        exchange.gather(1, "again", RANKS)
+
+
+def test_a_rank_that_left_is_absent_only_from_its_own_sets() -> None:
+    exchange = Exchange(3)
+    exchange.leave(2)
+    assert exchange.gather(1, "alone", (1,)) == ["alone"]
+    with pytest.raises(Absent):
+        exchange.gather(1, "with 2", (1, 2))
+
+
+ROOT = Path(__file__).resolve().parents[3]
+LIST = (ROOT / "scripts" / "lib" / "checks.sh").read_text()
+HOOKS = (ROOT / ".pre-commit-config.yaml").read_text()
+
+
+def test_pre_commit_runs_every_check_and_no_other() -> None:
+    found = re.search(r"^checks=\((.*)\)$", LIST, flags=re.MULTILINE)
+    assert found
+    entries = [shlex.split(entry) for entry in re.findall(r"^ +entry: (.*)$", HOOKS, flags=re.MULTILINE)]
+    assert [entry[0] for entry in entries] == ["scripts/check"] * len(entries)
+    assert [entry[1] for entry in entries] == shlex.split(found[1])
+
+
+def test_every_check_of_the_list_is_defined() -> None:
+    found = re.search(r"^checks=\((.*)\)$", LIST, flags=re.MULTILINE)
+    assert found
+    assert all(f'    "{check}") ' in LIST for check in shlex.split(found[1]))
+
+
+@pytest.mark.parametrize("script", ["test", "check", "docs"])
+def test_the_scripts_take_the_checks_from_there(script: str) -> None:
+    text = (ROOT / "scripts" / script).read_text()
+    assert "lib/checks.sh" in text
+    assert "ruff" not in re.sub(r"^#.*", "", text, flags=re.MULTILINE)
