@@ -19,7 +19,6 @@ SCRIPTS = sorted(path for path in FOLDER.iterdir() if path.suffix != ".yaml")
 MANIFEST = FOLDER / "kubernetes_mpijob.yaml"
 RESTARTS = "slurm_restarts.sbatch"
 OPEN_MPI, HYDRA = "mpirun (Open MPI) 5.0.11", "HYDRA build details:"
-
 LAUNCHER = """#!/bin/sh
 if [ "$1" = --version ]; then echo "$ANSWER"; exit; fi
 echo "$(basename "$0") $*" >>"$NOTES"

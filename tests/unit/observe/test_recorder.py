@@ -1,14 +1,101 @@
-"""The recorder: from any thread, with bounded memory, started and stopped at any time, and nothing while it is off."""
+"""The recorder and its files: bounded, valid JSON after every write, and merged, whole or cut at any byte."""
 
+import errno
 import json
+import os
 import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from hvlike.__main__ import main
 from hvlike.errors import UsageError
-from hvlike.observe.recorder import PENDING_EVENTS, Recorder
+from hvlike.observe.recorder import PENDING_EVENTS, Recorder, TraceFile, check_writable, path_of_rank
+from hvlike.observe.timelines import merge, read
+
+FIRST = {"ph": "M", "name": "first"}
+LAST = {"ph": "i", "name": "last"}
+
+
+def names(path: Path) -> list[str]:
+    return [event["name"] for event in json.loads(path.read_text())["traceEvents"]]
+
+
+def test_it_is_whole_after_every_write(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    file = TraceFile(str(path), {"rank": 3}, FIRST, 10_000)
+    expected = ["first"]
+    assert names(path) == expected
+    for number in range(20):
+        events = [{"ph": "i", "name": f"{number} {index}" + '\n"]}'} for index in range(number % 4)]
+        assert file.write(events, LAST)
+        expected += [event["name"] for event in events]
+        assert names(path) == expected
+    file.close()
+    assert json.loads(path.read_text())["otherData"] == {"rank": 3}
+
+
+def test_it_ends_at_its_limit_with_an_event_that_says_so(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    file = TraceFile(str(path), {}, FIRST, 1000)
+    while file.write([{"ph": "i", "name": "more"}] * 5, LAST):
+        assert path.stat().st_size <= 1000
+    found = names(path)
+    assert found[-1] == "last"
+    assert found[-2] == "more"
+    assert path.stat().st_size < 1000 + 100
+
+
+def test_an_older_file_is_begun_anew(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    path.write_text("x" * 5000)
+    TraceFile(str(path), {}, FIRST, 10_000).close()
+    assert names(path) == ["first"]
+
+
+def test_a_full_disk_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "trace.json"
+    file = TraceFile(str(path), {}, FIRST, 10_000)
+    file.write([{"ph": "i", "name": "before"}], LAST)
+    write, calls = os.pwrite, []
+
+    def half(descriptor: int, data: bytes, offset: int) -> int:
+        calls.append(len(data))
+        return write(descriptor, data[: len(data) // 2] if len(calls) == 1 else data, offset)
+
+    monkeypatch.setattr(os, "pwrite", half)
+    with pytest.raises(OSError, match="bytes written"):
+        file.write([{"ph": "i", "name": "lost", "args": "x" * 500}], LAST)
+    monkeypatch.undo()
+    assert names(path) == ["first", "before"]
+    assert file.write([{"ph": "i", "name": "after"}], LAST)
+    assert names(path) == ["first", "before", "after"]
+
+
+@pytest.mark.parametrize(
+    ("path", "rank", "expected"),
+    [
+        ("a/timeline.json", 0, "a/timeline.json"),
+        ("a/timeline.json", 12, "a/timeline.rank12.json"),
+        ("plain", 1, "plain.rank1"),
+        ("a.b/t.x.json", 1, "a.b/t.x.rank1.json"),
+    ],
+)
+def test_every_rank_has_a_file_of_its_own(path: str, rank: int, expected: str) -> None:
+    assert path_of_rank(path, rank) == expected
+
+
+def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    arguments: tuple[Any, ...] = ({}, FIRST, 1000)
+    with pytest.raises(UsageError, match=f"{tmp_path} cannot be written: {os.strerror(errno.EISDIR)}"):
+        TraceFile(str(tmp_path), *arguments)
+    with pytest.raises(UsageError, match="cannot be written: No such file"):
+        check_writable(str(tmp_path / "none" / "t.json"), 1)
+    path = tmp_path / "t.rank1.json"
+    path.write_text("kept")
+    check_writable(str(tmp_path / "t.json"), 1)
+    assert path.read_text() == "kept"
 
 
 def events(path: Path) -> list[dict[str, Any]]:
@@ -95,3 +182,62 @@ def test_it_ends_by_itself_at_the_limit(tmp_path: Path) -> None:
     assert path.stat().st_size < 5200
     on.start(str(tmp_path / "next.json"), mark_cycles=False, max_bytes=5000)
     on.stop()
+
+
+def write(folder: Path, rank: int) -> Path:
+    recorder = Recorder(rank, 3, "here", 0)
+    recorder.start(str(folder / "t.json"), mark_cycles=False, max_bytes=100_000)
+    row = recorder.row("a row")
+    recorder.begin(row, "work", {"text": 'quotes " and ]}\n'})
+    recorder.end(row)
+    recorder.stop()
+    return folder / ("t.json" if rank == 0 else f"t.rank{rank}.json")
+
+
+def test_all_events_are_there_in_the_order_of_the_ranks(tmp_path: Path) -> None:
+    paths = [write(tmp_path, rank) for rank in (2, 0, 1)]
+    merged = merge(paths)
+    assert [each["rank"] for each in merged["otherData"]["ranks"]] == [0, 1, 2]
+    ranks = [event["pid"] for event in merged["traceEvents"]]
+    assert ranks == sorted(ranks)
+    assert len(ranks) == sum(len(json.loads(path.read_text())["traceEvents"]) for path in paths)
+
+
+def test_of_a_cut_file_every_whole_event_is_used(tmp_path: Path) -> None:
+    path = write(tmp_path, 1)
+    whole = path.read_text()
+    expected = json.loads(whole)["traceEvents"]
+    head = whole.index("\n")
+    cut = tmp_path / "cut.json"
+    for length in range(head, len(whole)):
+        cut.write_text(whole[:length])
+        found = read(cut)["traceEvents"]
+        assert found == expected[: len(found)]
+        assert len(found) >= whole[:length].count("},\n") - 1
+    assert found == expected
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", "no", '{"traceEvents":[]}', '{"traceEvents": [], "otherData": {}}'])
+def test_what_is_no_timeline_of_a_rank_is_refused(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "other.json"
+    path.write_text(text)
+    with pytest.raises(UsageError, match=r"other\.json is not the timeline of a rank"):
+        read(path)
+
+
+def test_two_files_of_one_rank_are_refused(tmp_path: Path) -> None:
+    path = write(tmp_path, 1)
+    with pytest.raises(UsageError, match=r"rank 1 is in .*: leave one of them out"):
+        merge([path, path])
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    paths = [str(write(tmp_path, rank)) for rank in range(2)]
+    out = str(tmp_path / "all.json")
+    assert main(["timeline", "merge", out, *paths]) == 0
+    assert "events of 2 ranks" in capsys.readouterr().out
+    assert {event["pid"] for event in json.loads(Path(out).read_text())["traceEvents"]} == {0, 1}
+    assert main(["timeline", "merge", *paths]) == 1
+    assert f"{paths[0]} exists already" in capsys.readouterr().err
+    assert main(["timeline", "merge", "--force", out, str(tmp_path / "none.json")]) == 1
+    assert "none.json cannot be read" in capsys.readouterr().err
