@@ -1,17 +1,19 @@
-"""How an exception is described for its caller, and what is built from the description."""
+"""How an exception and a function are described for the caller, and what is built from the description."""
 
 import io
 import pickle
 import sys
 import warnings
-from typing import NoReturn
+from functools import partial
+from typing import Any, NoReturn
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from hvlike.errors import NotInitializedError, UsageError
-from hvlike.rpc.wire.message import Description, WorkerInfo, describe_error, rebuild_error, unescaped
+from hvlike.rpc.wire.message import Description, WorkerInfo, describe_error, function_name, rebuild_error, unescaped
 
 WORKER = WorkerInfo("worker1", 1)
 
@@ -190,3 +192,33 @@ def test_where_stderr_cannot_be_used_pythons_own_gets_the_traceback(
     monkeypatch.setattr(sys, "__stderr__", real)
     assert "Custom('x')" in described(Custom("x")).text
     assert real.getvalue().count("Custom('x')") == 1
+
+
+class Scale:
+    """Can be called, and has a method."""
+
+    def __call__(self, value: float) -> float:
+        return 2 * value
+
+    def half(self, value: float) -> float:
+        return value / 2
+
+
+NAMES: dict[str, Any] = {
+    "aten::mul": torch.mul,
+    "aten::linalg_norm": torch.linalg.norm,
+    "min": min,
+    "Scale": Scale,
+    "Scale.half": Scale().half,
+    "function_name": function_name,
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_function_has_the_name_that_people_know(name: str) -> None:
+    assert function_name(NAMES[name]) == name
+
+
+@pytest.mark.parametrize("name", ["Scale", "partial"])
+def test_what_has_no_name_is_called_by_its_class(name: str) -> None:
+    assert function_name({"Scale": Scale(), "partial": partial(min, 1)}[name]) == name

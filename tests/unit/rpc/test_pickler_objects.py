@@ -2,7 +2,6 @@
 
 import collections
 import enum
-import threading
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -141,17 +140,6 @@ def test_modules_with_shared_parameters_buffers_and_hooks() -> None:
     assert sent.first.weight.grad is None
 
 
-@pytest.mark.parametrize(
-    "module",
-    [torch.nn.LSTM(2, 3, num_layers=2), torch.nn.BatchNorm1d(3), torch.nn.TransformerEncoderLayer(4, 2)],
-    ids=lambda module: type(module).__name__,
-)
-def test_modules_of_torch(module: torch.nn.Module) -> None:
-    arrived = travel(module)
-    assert type(arrived) is type(module)
-    assert all(torch.equal(arrived.state_dict()[key], value) for key, value in module.state_dict().items())
-
-
 def test_packed_sequences() -> None:
     sent = pack_sequence([torch.arange(3.0), torch.arange(2.0)])
     arrived = travel(sent)
@@ -242,21 +230,3 @@ def test_messages_within_messages() -> None:
     storages, body = travel([torch.ones(2), Nested(torch.arange(2.0)), torch.zeros(1)])[1]
     assert storages == []
     assert body.endswith(b"B")
-
-
-def test_many_threads_at_once() -> None:
-    wrong: list[Any] = []
-
-    def work(number: int) -> None:
-        tensor = torch.full((number + 1,), float(number))
-        for turn in range(100):
-            first, turned, second = travel([tensor, [turn, Pair(number, tensor)], np.full(1000, number)])
-            if not torch.equal(first, tensor) or turned[1].tensor is not first or second[5] != number:
-                wrong.append((number, turn))
-
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert wrong == []

@@ -60,6 +60,11 @@ LAYOUTS: dict[str, torch.Tensor] = {
     "channels last": torch.arange(24.0).view(1, 2, 3, 4).contiguous(memory_format=torch.channels_last),
     "diagonal": torch.arange(16.0).view(4, 4).diagonal(),
     "windows": torch.arange(10.0).unfold(0, 4, 2),
+    "complex halves": torch.view_as_complex(torch.arange(8, dtype=torch.float16).view(4, 2)),
+    "conjugate": torch.tensor([1 + 2j, 3 - 1j]).conj(),
+    "negative imaginary part": torch.tensor([1 + 2j, 3 - 1j]).conj().imag,
+    "negative": torch._neg_view(torch.arange(3.0)),
+    "negative conjugate": torch._neg_view(torch.tensor([1 + 2j, 3 - 1j]).conj()),
 }
 
 
@@ -83,37 +88,18 @@ def test_every_dtype_arrives_bit_by_bit(dtype: torch.dtype) -> None:
     assert_same(travel(sent[1:]), sent[1:])
 
 
-@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
-def test_half_precision_complex_numbers_travel() -> None:
-    sent = torch.arange(8, dtype=torch.float16).view(4, 2)
-    arrived = travel(torch.view_as_complex(sent))
-    assert arrived.dtype == torch.complex32
-    assert torch.equal(torch.view_as_real(arrived), sent)
-
-
 def test_names_of_dtypes_are_torchs() -> None:
     assert all(getattr(torch, name) is dtype for dtype, name in NAMES.items())
     assert set(DTYPES) <= set(NAMES)
 
 
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_shape_and_strides_arrive(layout: str) -> None:
-    assert_same(travel(LAYOUTS[layout]), LAYOUTS[layout])
-
-
-@pytest.mark.parametrize(
-    "sent",
-    [
-        torch.tensor([1 + 2j, 3 - 1j]).conj(),
-        torch.tensor([1 + 2j, 3 - 1j]).conj().imag,
-        torch._neg_view(torch.arange(3.0)),
-        torch._neg_view(torch.tensor([1 + 2j, 3 - 1j]).conj()),
-    ],
-    ids=["conjugate", "negative imaginary part", "negative", "both"],
-)
-def test_conjugate_and_negative_views_arrive_as_such(sent: torch.Tensor) -> None:
+def test_shape_strides_and_kind_of_view_arrive(layout: str) -> None:
+    sent = LAYOUTS[layout]
     assert_same(travel(sent), sent)
-    assert_same(travel(sent[::2]), sent[::2])
+    if sent.dim() == 1:
+        assert_same(travel(sent[::2]), sent[::2])
 
 
 @pytest.mark.parametrize(
@@ -151,25 +137,6 @@ def test_tensors_are_keys_of_dicts() -> None:
     assert arrived["map"][arrived["key"]] == "value"
 
 
-def test_views_of_one_storage_share_it_after_arrival() -> None:
-    base = torch.zeros(4, 5)
-    whole, row, column, bits = travel([base, base[1], base[:, 2], base.view(torch.int32)[3]])
-    assert same_memory(whole, row, column, bits)
-    row.fill_(1)
-    column.fill_(2)
-    bits.fill_(0)
-    assert whole.tolist() == [[0, 0, 2, 0, 0], [1, 1, 2, 1, 1], [0, 0, 2, 0, 0], [0, 0, 0, 0, 0]]
-
-
-def test_views_that_begin_before_the_first_one_share_its_storage() -> None:
-    base = torch.arange(100.0)
-    late, early, complex_numbers = travel([base[50:60], base[3:7], torch.view_as_complex(base[10:20].view(5, 2))])
-    assert late.tolist() == base[50:60].tolist()
-    assert early.tolist() == base[3:7].tolist()
-    assert torch.view_as_real(complex_numbers).flatten().tolist() == base[10:20].tolist()
-    assert same_memory(late, early, complex_numbers)
-
-
 @hypothesis.given(
     views=strategies.lists(
         strategies.tuples(
@@ -194,12 +161,6 @@ def test_any_views_of_one_storage(views: list[tuple[torch.dtype, int, list[tuple
     begin = min((tensor.data_ptr() for tensor in arrived if tensor.numel()), default=0)
     for one, other in zip(arrived, sent, strict=True):
         assert not one.numel() or one.data_ptr() - begin == other.data_ptr() - first
-
-
-def test_tensors_that_share_nothing_arrive_so() -> None:
-    first, second = travel([torch.zeros(2), torch.zeros(2)])
-    first.fill_(1)
-    assert second.tolist() == [0, 0]
 
 
 def test_only_the_used_span_of_a_storage_is_sent() -> None:

@@ -39,23 +39,43 @@ def installed(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_import_torch_registers_the_backend_and_loads_little(installed: Path) -> None:
-    program = """
-import sys
+LOOK = """
+import os, sys
+before = dict(os.environ)
 import torch
-backend = torch.distributed.Backend
-assert backend("hvlike") == "hvlike" == backend.HVLIKE
-assert backend.backend_capability["hvlike"] == ["cpu", "cuda"]
-assert backend.default_device_backend_map["cpu"] == "gloo"
-loaded = [name for name in sys.modules if name.startswith("hvlike")]
-assert len(loaded) <= 4, loaded
-assert not {"mpi4py", "numpy.testing"} & set(sys.modules)
-import os
-assert "RANK" not in os.environ
+import torch.distributed as dist
+if hasattr(dist.Backend, "HVLIKE"):
+    backend = dist.Backend
+    assert backend("hvlike") == "hvlike" == backend.HVLIKE
+    assert backend.backend_capability["hvlike"] == ["cpu", "cuda"]
+    assert backend.default_device_backend_map["cpu"] == "gloo"
+    loaded = [name for name in sys.modules if name.startswith("hvlike")]
+    assert len(loaded) <= 4, loaded
+    assert not {"mpi4py", "numpy.testing"} & set(sys.modules)
+print(hasattr(dist.Backend, "HVLIKE"))
+print(sorted(set(os.environ.items()) - set(before.items())))
+dist.init_process_group("cpu:gloo", store=dist.HashStore(), rank=0, world_size=1)
+try:
+    print("number", dist.group.WORLD._get_sequence_number_for_group())
+except RuntimeError as error:
+    print(error)
+import hvlike
+assert dist.Backend.HVLIKE == "hvlike"
 """
-    done = run(program, installed)
-    assert done.returncode == 0, done.stderr
-    assert done.stderr == ""
+
+
+def test_import_torch_registers_the_backend_and_changes_little_else(installed: Path) -> None:
+    """Also not under a launcher, as programs take WORLD_SIZE for a sign that MASTER_ADDR is set, too. Torch gives
+    "cpu:gloo" no default backend as soon as any backend was registered; torch 2.5 never does. Where it shall load no
+    extensions only `import hvlike` registers it.
+    """
+    mpich = {"PMI_RANK": "1", "PMI_SIZE": "3", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "3"}
+    done, without = run(LOOK, installed, **mpich), run(LOOK, installed, TORCH_DEVICE_BACKEND_AUTOLOAD="0", **mpich)
+    assert (done.returncode, without.returncode) == (0, 0), done.stderr + without.stderr
+    assert done.stdout.splitlines() == ["True", *without.stdout.splitlines()[1:]]
+    assert without.stdout.startswith("False")
+    assert "hvlike" not in done.stderr
+    assert "Warning" not in done.stderr
 
 
 def test_a_group_with_a_torch_that_is_too_old_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,33 +83,6 @@ def test_a_group_with_a_torch_that_is_too_old_says_so(monkeypatch: pytest.Monkey
     with pytest.raises(UsageError, match=r"needs torch 2\.7 or newer, got 2\.6\.0\+cu124"):
         dist.init_process_group("hvlike", store=dist.HashStore(), rank=0, world_size=1)
     assert not dist.is_initialized()
-
-
-def test_it_is_not_registered_where_torch_shall_load_no_extensions(installed: Path) -> None:
-    program = "import torch; assert not hasattr(torch.distributed.Backend, 'HVLIKE')"
-    done = run(program, installed, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
-    assert done.returncode == 0, done.stderr
-
-
-def test_import_hvlike_registers_it_without_an_installation() -> None:
-    program = "import hvlike, torch; assert torch.distributed.Backend.HVLIKE == 'hvlike'"
-    done = run(program, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
-    assert done.returncode == 0, done.stderr
-
-
-def test_import_torch_changes_no_variable_under_a_launcher(installed: Path) -> None:
-    """Programs take WORLD_SIZE for a sign that MASTER_ADDR is set, too."""
-    program = """
-import os
-before = dict(os.environ)
-import torch
-print(hasattr(torch.distributed.Backend, "HVLIKE"), sorted(set(os.environ.items()) - set(before.items())))
-"""
-    mpich = {"PMI_RANK": "1", "PMI_SIZE": "3", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "3"}
-    done = run(program, installed, **mpich)
-    without = run(program, TORCH_DEVICE_BACKEND_AUTOLOAD="0", **mpich)
-    assert done.stdout.startswith("True ["), done.stderr
-    assert done.stdout.removeprefix("True") == without.stdout.removeprefix("False")
 
 
 def refuse(*arguments: object, **named: object) -> None:
@@ -115,21 +108,3 @@ def test_a_fault_ends_no_import_where_warnings_are_errors(capsys: pytest.Capture
         warnings.simplefilter("error")
         autoload.register()
     assert "TORCH_DEVICE_BACKEND_AUTOLOAD=0" in capsys.readouterr().err
-
-
-def test_groups_of_other_backends_are_as_without_it(installed: Path) -> None:
-    """Torch gives "cpu:gloo" no default backend as soon as any backend was registered; torch 2.5 never does."""
-    program = """
-import torch.distributed as dist
-dist.init_process_group("cpu:gloo", store=dist.HashStore(), rank=0, world_size=1)
-print("HVLIKE" in dist.Backend._plugins)
-try:
-    print("number", dist.group.WORLD._get_sequence_number_for_group())
-except RuntimeError as error:
-    print(error)
-"""
-    ended = run(program, installed)
-    without = run(program, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
-    assert ended.stdout.splitlines() == ["True", *without.stdout.splitlines()[1:]], ended.stderr
-    assert without.stdout.startswith("False")
-    assert "Warning" not in ended.stderr

@@ -1,4 +1,4 @@
-"""Which receive gets which message: by source and tag, in the order of the calls; no MPI."""
+"""Which receive gets which message, by source and tag, in the order of the calls; what errors say of the members."""
 
 import itertools
 
@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hvlike.torch_distributed.directory import Answer, describe_calls, describe_missing
 from hvlike.torch_distributed.endpoint import Transfer
 from hvlike.torch_distributed.point_to_point import Matching
 from hvlike.torch_distributed.tensor_bytes import bytes_to_send
@@ -14,15 +15,6 @@ from hvlike.torch_distributed.tensor_bytes import bytes_to_send
 @pytest.fixture
 def matching() -> Matching[str, str]:
     return Matching()
-
-
-def test_messages_of_one_source_and_tag_are_received_in_order(matching: Matching[str, str]) -> None:
-    for text in ("first", "second"):
-        assert matching.arrive(1, 0, text) is None
-    assert matching.receive(1, 0, "a") == (1, "first")
-    assert matching.receive(1, 0, "b") == (1, "second")
-    assert matching.receive(1, 0, "c") is None
-    assert matching.arrive(1, 0, "third") == "c"
 
 
 def test_receives_wait_in_the_order_of_their_calls(matching: Matching[str, str]) -> None:
@@ -41,13 +33,6 @@ def test_any_source_takes_the_earliest_that_has_come(matching: Matching[str, str
     assert matching.receive(1, 0, "r") == (1, "b")
     assert matching.receive(None, 0, "r") == (2, "a")
     assert matching.receive(None, 0, "r") == (2, "c")
-
-
-def test_tags_do_not_mix(matching: Matching[str, str]) -> None:
-    matching.arrive(1, 5, "five")
-    assert matching.receive(1, 4, "r4") is None
-    assert matching.receive(None, 5, "r5") == (1, "five")
-    assert matching.arrive(1, 4, "four") == "r4"
 
 
 def test_receives_of_a_lost_rank_are_taken_out(matching: Matching[str, str]) -> None:
@@ -109,3 +94,31 @@ def test_a_transfer_ends_once_and_tells_everybody() -> None:
     assert transfer.done
     assert transfer.error is error
     assert told == ["early", "late"]
+
+
+def test_who_has_not_made_the_call_is_missing() -> None:
+    text = describe_missing({1: Answer(4, "", "  File train.py, line 7"), 2: Answer(5, "barrier()", "")}, 5)
+    assert text.startswith("Missing: rank 1.")
+    assert "has made 4 calls in it and is at\n  File train.py, line 7" in text
+    assert "2" not in text
+
+
+def test_a_member_without_the_group_has_not_made_it() -> None:
+    assert "Rank 3 has not made this group and waits inside hvlike." in describe_missing({3: Answer(-1, "", "")}, 1)
+
+
+def test_who_does_not_answer_is_named() -> None:
+    text = describe_missing({1: None, 2: Answer(9, "", "")}, 9)
+    assert "No answer from rank 1" in text
+    assert "Missing" not in text
+
+
+def test_where_all_have_made_the_call_it_says_what_each_has_called() -> None:
+    text = describe_missing({1: Answer(2, "broadcast(float32 [5])", "")}, 2)
+    assert "All have made this call" in text
+    assert "rank 1 broadcast(float32 [5])" in text
+
+
+def test_calls_that_were_long_ago_are_not_described() -> None:
+    answers = {1: Answer(90, "", ""), 2: Answer(90, "barrier()", ""), 3: None}
+    assert describe_calls(answers) == "rank 2 barrier()"

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from hvlike.rpc.agent.shutdown import KNOWN, REFERENCES, WORK, Report, Termination, is_quiet, totals
+from hvlike.errors import WorkerLostError
+from hvlike.rpc.agent.shutdown import KNOWN, REFERENCES, WORK, Report, SessionShutdown, Termination, totals
 from hvlike.rpc.wire.message import IDLE_REPORT
 
 
@@ -126,25 +128,6 @@ def test_all_end_and_none_too_early(size: int) -> None:
         assert all(worker.ended for worker in network.workers)
 
 
-@pytest.mark.parametrize("leaver", [0, 1, 2])
-def test_the_others_end_when_one_leaves_without_waiting(leaver: int) -> None:
-    for seed in range(150):
-        network = Network(3, seed)
-        for worker in network.workers:
-            # The leaver is idle; who loses its answers is the business of calls, not of this.
-            if worker.rank != leaver:
-                worker.present.discard(leaver)
-                worker.send_work(worker.rank, network.random.randrange(4))
-                worker.present.add(leaver)
-            network.events.append(worker.begin_shutdown)
-        others = [worker for worker in network.workers if worker.rank != leaver]
-        if network.random.random() < 0.5:
-            network.workers[leaver].begin_shutdown()
-        network.workers[leaver].leave()
-        network.run()
-        assert all(worker.ended for worker in others)
-
-
 class PhasedWorker(SimulatedWorker):
     """Ends both phases. When another worker vanishes it pauses, begins again, and asks who has ended already."""
 
@@ -239,23 +222,52 @@ def test_nobody_goes_on_before_all_know_of_the_end(size: int) -> None:
         assert all(worker.ended for worker in network.workers)
 
 
-@pytest.mark.parametrize(
-    ("before", "now", "quiet"),
-    [
-        (None, (0, 0), False),
-        ((0, 0), (0, 0), True),
-        ((3, 3), (3, 3), True),
-        ((3, 2), (3, 2), False),
-        ((2, 2), (3, 3), False),
-        ((3, 3), None, False),
-        (None, None, False),
-    ],
-)
-def test_two_equal_waves_prove_quiet(before: tuple[int, int] | None, now: tuple[int, int] | None, quiet: bool) -> None:
-    assert is_quiet(before, now) is quiet
-
-
 def test_workers_that_differ_about_who_is_there_prove_nothing() -> None:
     both, one = frozenset({0, 1}), frozenset({0})
     assert totals([Report(1, 2, both), Report(3, 2, both)]) == (4, 4)
     assert totals([Report(1, 2, both), Report(3, 2, one)]) is None
+
+
+class LastWorker:
+    """An agent that is the only one left; what it starts in the loop is done at once."""
+
+    def __init__(self) -> None:
+        self.rank = 1
+        self.me = SimpleNamespace(name="worker1")
+        self.present = {1}
+        self.lost = {0: "worker0 (rank 0) cannot be reached by RPC any more: killed."}
+        self.vanished = {0}
+        self.told: set[int] = set()
+        self.is_idle = True
+        self.sent = self.received = [0, 0]
+        self.fabric = SimpleNamespace(loop=self)
+        self.shutdown: Any = None
+
+    def perform(self, work: Callable[[], None]) -> None:
+        work()
+
+    def start(self, coroutine: Any, ended: Callable[[Any], None], *, wake: bool) -> None:
+        for _ in coroutine:
+            pass
+        ended(None)
+
+
+@pytest.fixture
+def shutdown() -> SessionShutdown:
+    worker: Any = LastWorker()
+    worker.shutdown = SessionShutdown(worker)
+    return worker.shutdown
+
+
+def test_the_loss_is_said_though_the_others_have_agreed(shutdown: SessionShutdown) -> None:
+    shutdown.begin(WORK)
+    with pytest.raises(WorkerLostError, match=r"worker0 \(rank 0\)"):
+        shutdown.wait(0)
+
+
+def test_the_next_call_goes_on_from_there(shutdown: SessionShutdown) -> None:
+    shutdown.begin(WORK)
+    with pytest.raises(WorkerLostError):
+        shutdown.wait(0)
+    shutdown.begin(WORK)
+    assert shutdown.wait(0)

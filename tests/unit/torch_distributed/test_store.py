@@ -1,0 +1,141 @@
+"""Where members of a group meet: ranks as MPI has them, names that are used once, the table of a store."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from hvlike.errors import LaunchError, UsageError
+from hvlike.torch_distributed.autoload import OLDEST_TORCH
+from hvlike.torch_distributed.key_value_table import Answer, Table
+from hvlike.torch_distributed.store import check_environment, check_place, set_variables
+
+FIRST, SECOND = (0, 1), (1, 1)
+
+
+def test_a_call_is_answered_at_once() -> None:
+    table = Table()
+    assert table.call(FIRST, "set", "key", b"value") == [(FIRST, Answer(True, None))]
+    assert table.call(FIRST, "get", "key") == [(FIRST, Answer(True, b"value"))]
+    assert table.call(SECOND, "check", ["key", "other"]) == [(SECOND, Answer(True, False))]
+
+
+def test_who_waits_for_a_key_is_answered_after_the_call_that_sets_it() -> None:
+    table = Table()
+    assert table.call(FIRST, "get", "key") == []
+    assert table.call(SECOND, "add", "key", 3) == [(SECOND, Answer(True, 3)), (FIRST, Answer(True, b"3"))]
+
+
+def test_a_wait_for_several_keys_ends_with_the_last_one() -> None:
+    table = Table()
+    assert table.call(FIRST, "wait", ["one", "two"]) == []
+    assert table.call(SECOND, "set", "one", b"") == [(SECOND, Answer(True, None))]
+    assert table.cancel(SECOND) == []
+    due = table.call(SECOND, "multi_set", ["two", "three"], [b"", b""])
+    assert due == [(SECOND, Answer(True, None)), (FIRST, Answer(True, None))]
+
+
+def test_one_value_of_a_queue_serves_one_caller() -> None:
+    table = Table()
+    assert table.call(FIRST, "queue_pop", "queue", True) == table.call(SECOND, "queue_pop", "queue", True) == []
+    assert table.call((2, 1), "queue_push", "queue", b"a")[1:] == [(FIRST, Answer(True, b"a"))]
+    assert table.call((2, 2), "queue_push", "queue", b"b")[1:] == [(SECOND, Answer(True, b"b"))]
+    assert table.call((2, 3), "queue_pop", "queue", False) == [((2, 3), Answer(True, None))]
+    assert table.call((2, 4), "check", ["queue"]) == [((2, 4), Answer(True, False))]
+
+
+def test_a_call_that_is_cancelled_is_never_answered() -> None:
+    table = Table()
+    table.call(FIRST, "wait", ["there", "never"])
+    table.call(SECOND, "set", "there", b"")
+    assert table.cancel(FIRST) == ["never"]
+    assert table.call(SECOND, "set", "never", b"") == [(SECOND, Answer(True, None))]
+
+
+def test_nobody_waits_once_somebody_has_left() -> None:
+    table = Table()
+    table.call(FIRST, "get", "never")
+    lost = Answer(False, "rank 2 has left and nobody has set never")
+    assert table.lose("rank 2 has left") == [(FIRST, lost)]
+    assert table.call(SECOND, "get", "never") == [(SECOND, lost)]
+    table.call(SECOND, "set", "never", b"now")
+    assert table.call(SECOND, "get", "never") == [(SECOND, Answer(True, b"now"))]
+
+
+def test_compare_set_as_tcp_store_has_it() -> None:
+    table = Table()
+    steps = [
+        (("new", b"other", b"mine"), b"other"),  # Missing: not set
+        (("new", b"", b"mine"), b"mine"),
+        (("new", b"", b"late"), b"mine"),
+        (("new", b"mine", b"second"), b"second"),
+    ]
+    for arguments, told in steps:
+        assert table.call(FIRST, "compare_set", *arguments) == [(FIRST, Answer(True, told))]
+    assert table.call(FIRST, "num_keys") == [(FIRST, Answer(True, 1))]
+
+
+def world(rank: int, size: int) -> Any:
+    nodes = (tuple(range(size)),)
+    found = SimpleNamespace(rank=rank, size=size, local_rank=rank, local_size=size, nodes=nodes)
+    found.place = found
+    return found
+
+
+def test_what_is_left_out_or_right_is_accepted() -> None:
+    check_place(None, None, world(1, 4))
+    check_place(1, 4, world(1, 4))
+    check_environment({}, 1, 4)
+    check_environment({"RANK": "1", "WORLD_SIZE": "4"}, 1, 4)
+
+
+def test_another_place_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"rank=2, but this is MPI's rank 1 and world_size=8, but MPI has started 4"):
+        check_place(2, 8, world(1, 4))
+
+
+def test_a_process_that_no_mpirun_has_started_is_told_to_use_it() -> None:
+    with pytest.raises(LaunchError, match=r"world_size=4, but MPI has started one process.*mpirun -n 4 python"):
+        check_place(1, 4, world(0, 1))
+    with pytest.raises(LaunchError, match=r"WORLD_SIZE=4, but MPI has started one process.*mpirun -n 4 python"):
+        check_environment({"RANK": "1", "WORLD_SIZE": "4"}, 0, 1)
+
+
+def test_variables_that_say_otherwise_are_refused() -> None:
+    with pytest.raises(LaunchError, match=r"RANK=0, but this is MPI's rank 1 of 4"):
+        check_environment({"RANK": "0", "WORLD_SIZE": "4"}, 1, 4)
+
+
+def test_the_variables_of_the_launcher_may_be_those_of_a_larger_job() -> None:
+    """hvlike.init(comm=[2, 3]) in a job of four ranks."""
+    environment = {"RANK": "3", "WORLD_SIZE": "4", "PMI_RANK": "3", "PMI_SIZE": "4"}
+    check_environment(environment, 1, 2)
+    set_variables(environment, world(1, 2))
+    assert (environment["RANK"], environment["WORLD_SIZE"], environment["GROUP_RANK"]) == ("1", "2", "0")
+
+
+OLD = tuple(map(int, torch.__version__.split(".")[:2])) < OLDEST_TORCH
+
+needs_groups = pytest.mark.skipif(OLD, reason="this torch is too old for the backend")
+
+
+@needs_groups
+def test_members_that_know_different_numbers_of_groups_meet() -> None:
+    from hvlike.torch_distributed.groups import GroupNames
+
+    one, other = GroupNames(), GroupNames()
+    one.unique("a" * 40, [0, 2], default=False)
+    first = one.unique("b" * 40, [0, 1], default=False)
+    assert other.unique("c" * 40, [0, 1], default=False) == first
+    assert one.unique("d" * 40, [0, 1], default=False) != first
+
+
+@needs_groups
+def test_a_name_of_torch_that_comes_again_after_a_destroy_is_another_one() -> None:
+    from hvlike.torch_distributed.groups import GroupNames
+
+    names = GroupNames()
+    assert names.unique("0", [0, 1], default=True) != names.unique("0", [0, 1], default=True)
