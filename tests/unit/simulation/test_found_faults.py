@@ -1,19 +1,23 @@
 """Faults that simulated jobs have found, each with a job that showed it."""
 
+import contextlib
+from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
-from support.simulation.machine.job import simulate
+from support.simulation.machine.job import JobEnd, Kill, simulate
 from support.simulation.programs.autograd import Autograd
 from support.simulation.programs.bells import Bells
 from support.simulation.programs.calls import Threads
 from support.simulation.programs.collectives import Mistaken, Named, Uneven
 from support.simulation.programs.elastic import Elastic
 from support.simulation.programs.lost import Lost
-from support.simulation.programs.rpc import Rpc
+from support.simulation.programs.rpc import LATE_SECONDS, Rpc, take_long, worker
 from support.simulation.run import Draw, what_is_wrong
 
+from hvlike import rpc
 from hvlike.system.system import system
 
 
@@ -188,3 +192,140 @@ def test_a_receive_from_any_rank_goes_on_when_one_has_left_and_ends_when_all_hav
     for nodes in ([[0, 1, 2]], [[0], [1, 2]]):
         end = simulate(receives_from_any_rank, nodes, 1)
         assert end.ranks[0].result == [1, 2, "ShutdownError"], end.ranks[0].trace
+
+
+def reduces(hvd: Any, rank: int) -> None:
+    """Reduce again and again."""
+    hvd.init()
+    for number in range(100):
+        hvd.allreduce(torch.ones(3), name=f"number {number}")
+    hvd.shutdown()
+
+
+def endings(end: JobEnd) -> list[str]:
+    return [type(each.error).__name__ if each.ended else "killed" for each in end.ranks]
+
+
+@pytest.mark.parametrize("culprit", [0, 1])
+def test_shutdown_does_not_wait_for_a_lost_rank(culprit: int) -> None:
+    """It waited for ever, where the launcher did not end the job."""
+
+    def program(hvd: Any, rank: int) -> None:
+        with contextlib.suppress(hvd.HorovodInternalError):
+            reduces(hvd, rank)
+        hvd.shutdown()
+
+    end = simulate(program, [[0, 1, 2]], 1, kills=[Kill(3000, culprit)], launcher_seconds=1000.0)
+    assert endings(end)[2] in ("PeerLeftError", "killed")
+    assert end.aborted in ((2, 1), (1 - culprit, 1))
+    assert max(end.gone.values()) < 8.0
+
+
+@pytest.mark.parametrize("later", [20, 170])
+def test_inline_operations_end_when_the_first_rank_is_lost_before_its_answer(later: int) -> None:
+    """Rank 2 waited for that answer for 30 s, without a look at who is lost."""
+
+    def program(hvd: Any, rank: int) -> None:
+        hvd.init()
+        for _ in range(30):
+            hvd.allreduce(torch.ones(3))
+        hvd.shutdown()
+
+    kills = [Kill(2500, 1), Kill(2500 + later, 0)]
+    end = simulate(program, [[0, 1, 2]], 1, kills=kills, launcher_seconds=1000.0, points_per_switch=1.5)
+    assert endings(end) == ["killed", "killed", "PeerLeftError"]
+    assert end.gone[2] < 8.0
+
+
+FAULT_TOLERANT = {"OMPI_MCA_mpi_ft_enable": "1"}
+
+
+@pytest.mark.parametrize("seed", [166, 235, 290, 315, 374])
+def test_a_start_that_fails_leaves_no_thread_in_mpi(seed: int) -> None:
+    """The loop's thread went on calling MPI while the main thread revoked the communicators."""
+    job = Draw.of(seed, ["elastic"], range(2, 5), range(1, 4))
+    assert not job.run().violations
+
+
+def test_a_duplicate_is_not_used_before_it_is_made() -> None:
+    """Its error handler was set at once, which MPI forbids."""
+
+    def program(hvd: Any, rank: int) -> float:
+        hvd.init()
+        found = hvd.allreduce(torch.full((3,), float(rank)), name="x")[0].item()
+        hvd.shutdown()
+        return float(found)
+
+    end = simulate(program, [[0], [1]], 1, environment=FAULT_TOLERANT)
+    assert not end.violations
+    assert [each.result for each in end.ranks] == [0.5, 0.5]
+
+
+@pytest.mark.parametrize("seed", [5, 23, 31, 37])
+def test_workers_that_leave_while_others_call_them(seed: int) -> None:
+    """Threads that still used RRefs died, and one waited for ever."""
+    job = Draw.of(seed, ["leavers"], range(2, 5), range(1, 4))
+    wrong = what_is_wrong(job.run(), job)
+    assert wrong is None, f"{job}\n{wrong}"
+
+
+def answers_after_its_session(hvd: Any, rank: int) -> None:
+    """A function ends in the session that follows the one of its caller, and returns an RRef of that one."""
+    rpc.init_rpc(worker(rank))
+    rpc.rpc_async(worker(rank), take_long, (LATE_SECONDS,))
+    system.sleep(LATE_SECONDS / 2)
+    rpc.shutdown(graceful=False)
+    rpc.init_rpc(worker(rank))
+    rpc.api._set_leak_checking(True)
+    system.sleep(LATE_SECONDS)
+    rpc.shutdown()
+    hvd.shutdown()
+
+
+def test_an_answer_that_outlives_its_session_leaves_nothing_in_the_next_one() -> None:
+    """Once the RRef in it counted as sent, and the owner kept its value until the end of the later session."""
+    (end,) = simulate(answers_after_its_session, [[0]], 1).ranks
+    assert end.error is None, end.trace
+
+
+def leaves_at_once(hvd: Any, rank: int) -> list[int]:
+    """All ranks end the session without waiting for each other, after one of them has led a gathering."""
+    rpc.init_rpc(worker(rank))
+    rpc._barrier()
+    hvd.barrier()
+    rpc.shutdown(graceful=False)
+    found: list[int] = hvd.allgather_object(rank)
+    hvd.shutdown()
+    return found
+
+
+def test_workers_that_leave_at_the_same_time_do_not_end_each_others_loop() -> None:
+    """Once rank 0 heard of the other's end after its own, in the loop, and asked for the session that was over."""
+    for seed in range(46, 56):
+        end = simulate(leaves_at_once, [[0, 1]], seed, points_per_switch=3.0, most_seconds=100.0)
+        for rank in end.ranks:
+            assert rank.error is None, rank.trace
+            assert rank.result == [0, 1]
+
+
+@dataclass
+class LeavesAsAnAnswerComes:
+    """The answer, an RRef, of a call whose time was over comes while the session ends."""
+
+    pause: float
+
+    def __call__(self, hvd: Any, rank: int) -> None:
+        rpc.init_rpc(worker(rank))
+        with pytest.raises(RuntimeError, match="set timeout"):
+            rpc.rpc_sync(worker(rank), take_long, (4e-3,), timeout=2e-3)
+        system.sleep(self.pause)
+        rpc.shutdown(graceful=False)
+        hvd.shutdown()
+
+
+@pytest.mark.parametrize("microseconds", range(2000, 2400, 50))
+def test_an_answer_that_comes_as_the_session_ends_does_not_end_a_thread(microseconds: int) -> None:
+    """Once the thread that was to release its RRefs asked for the session that was over: one thread less listened."""
+    for seed in range(6):
+        (end,) = simulate(LeavesAsAnAnswerComes(1e-6 * microseconds), [[0]], seed, points_per_switch=3.0).ranks
+        assert end.error is None, end.trace

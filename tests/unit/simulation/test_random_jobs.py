@@ -3,7 +3,9 @@
 import pytest
 from support.fuzz.planted import Plant
 from support.simulation.planted import PLANTS
+from support.simulation.programs.autograd import Autograd
 from support.simulation.programs.kinds import KINDS
+from support.simulation.programs.torch_groups import COLLECTIVES, Torch
 from support.simulation.run import Draw, what_differs, what_is_wrong
 
 
@@ -25,3 +27,18 @@ def test_a_seed_is_the_same_job_every_time(kind: str) -> None:
 @pytest.mark.parametrize("fault", PLANTS, ids=lambda fault: fault.name)
 def test_the_planted_faults_still_have_a_place(fault: Plant) -> None:
     assert not fault.missing()
+
+
+def test_all_modes_and_optimizers_of_autograd_are_drawn() -> None:
+    programs = [Autograd.draw(seed, 3) for seed in range(30)]
+    graphs = [each for program in programs for mine in program.graphs for each in mine]
+    assert {each.mode for each in graphs} == {"safe", "smart", "fast"}
+    assert any(program.two_threads and len(program.graphs[0]) == 2 for program in programs)
+    assert any(len(program.paths) == 2 for program in programs)
+
+
+def test_all_operations_of_torch_are_drawn() -> None:
+    operations = [
+        each for seed in range(60) for run in Torch.draw(seed, 3).runs for made in run.rounds for each in made
+    ]
+    assert {each.what for each in operations} == {*COLLECTIVES, "message"}

@@ -1,52 +1,15 @@
-"""Whole jobs of simulated ranks: the real hvlike, decided by a seed."""
+"""Whole jobs of simulated ranks: hangs are told, ranks at rest cost nothing, control messages are counted."""
 
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
 from support.simulation.machine.job import simulate
+from support.simulation.scale import measure
 
 from hvlike.system.system import system
-
-
-def averages(hvd: Any, rank: int) -> list[float]:
-    """Reduce three times, in another way each."""
-    hvd.init()
-    found = [hvd.allreduce(torch.full((4,), float(rank)), name="named")[0].item()]
-    handles = [hvd.allreduce_async(torch.tensor([rank + each * 1.0]), name=f"async {each}") for each in range(3)]
-    found += [hvd.synchronize(each).item() for each in handles]
-    hvd.barrier()
-    found.append(sum(hvd.allgather_object(rank)))
-    hvd.shutdown()
-    return found
-
-
-NODES = {
-    "one rank": [[0]],
-    "two ranks": [[0, 1]],
-    "three ranks": [[0, 1, 2]],
-    "two nodes": [[0, 1], [2]],
-    "apart": [[0], [1]],
-}
-
-
-@pytest.mark.parametrize("nodes", NODES.values(), ids=NODES)
-def test_all_ranks_come_to_the_end_with_what_they_would_have_found(nodes: list[list[int]]) -> None:
-    size = sum(map(len, nodes))
-    mean = (size - 1) / 2
-    for seed in range(8):
-        end = simulate(averages, nodes, seed)
-        assert end.hang is None, end.hang
-        for rank in end.ranks:
-            assert rank.error is None, rank.trace
-            assert rank.result == pytest.approx([mean, mean, mean + 1, mean + 2, mean * size])
-
-
-def test_the_same_seed_gives_the_same_job() -> None:
-    stories = [simulate(averages, [[0, 1, 2]], 11, trace=True).story for _ in range(2)]
-    assert stories[0] == stories[1]
-    assert len(stories[0]) > 20
-    assert simulate(averages, [[0, 1, 2]], 12, trace=True).story != stories[0]
 
 
 def waits_alone(hvd: Any, rank: int) -> None:
@@ -117,3 +80,36 @@ def test_ranks_that_have_left_hear_from_rank_0_that_another_one_does_not_come(no
     assert end.hang is None, end.hang
     assert sorted(told) == list(range(last))
     assert all(f"rank {last} has not" in each for each in told.values()), told
+
+
+@pytest.mark.parametrize(("hosts", "ranks"), [(2, 2), (6, 3)])
+def test_a_named_operation_takes_one_message_of_each_host_and_a_steady_step_none(hosts: int, ranks: int) -> None:
+    phases = measure(hosts, ranks).phases
+    # Two named operations: the ranks of the first host tell rank 0 themselves, and a rank speaks for each other host.
+    assert phases["named operation"].got[0] == 2 * (ranks - 1 + hosts - 1)
+    assert phases["steady steps"].total == 0
+    assert phases["init"].most_sent <= 2 * ranks
+    # The end takes one of each host, too, and tells each host once.
+    assert phases["shutdown"].got[0] == ranks - 1 + hosts - 1
+    assert phases["shutdown"].most_sent == ranks - 1 + hosts - 1
+
+
+def knows_its_own_groups(hvd: Any, rank: int) -> tuple[int, int]:
+    """Ranks 0 and 1 make a group of the same name as the other two."""
+    dist.init_process_group("hvlike")
+    mine = [0, 1] if rank < 2 else [2, 3]
+    group = dist.new_group(mine, use_local_synchronization=True)
+    total = torch.tensor(rank)
+    dist.all_reduce(total, group=group)
+    found = int(total), dist.get_rank(group)
+    dist.destroy_process_group()
+    hvd.shutdown()
+    return found
+
+
+def test_each_rank_knows_its_own_groups_and_torch_those_of_before() -> None:
+    before = c10d._world
+    end = simulate(knows_its_own_groups, [[0, 1, 2, 3]], 5)
+    assert [each.result for each in end.ranks] == [(1, 0), (1, 1), (5, 0), (5, 1)]
+    assert c10d._world is before
+    assert not dist.is_initialized()

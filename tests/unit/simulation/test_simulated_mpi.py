@@ -2,26 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from support.simulation.machine.mpi_alone import LARGE, ONE_NODE, TWO_NODES, numbers, poll, run
 from support.simulation.machine.simulated_mpi import MpiError, SimulatedMpi
-
-from hvlike.backends.network.network import pairwise_alltoall
-from hvlike.backends.network.offers import Offers
-from hvlike.backends.network.progress import drive
-from hvlike.transport.messages.traffic import Traffic
-
-
-def follow(coroutine: Generator[Any, None, Any], comm: Any) -> None:
-    """Advance a coroutine; each look at MPI lets the others go on."""
-    for _ in coroutine:
-        comm.Iprobe(tag=99)
-
 
 # -- point to point ---------------------------------------------------------------------------------
 
@@ -307,45 +293,3 @@ def test_a_seed_decides_everything() -> None:
     assert story(1) == story(1)
     assert story(1) != story(2)
     assert [line.split()[1] for line in story(1)].count("delivered") == 18
-
-
-# -- code of hvlike ---------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_an_alltoall_of_hvlike(seed: int) -> None:
-    lengths = [[0, 5, LARGE], [LARGE, 7, 1], [4096, 4097, 3]]
-
-    def program(mpi: Any) -> None:
-        comm = mpi.COMM_WORLD
-        rank = comm.rank
-        sends = [
-            torch.full((length,), 10 * rank + peer, dtype=torch.uint8) for peer, length in enumerate(lengths[rank])
-        ]
-        receives = [torch.zeros(lengths[peer][rank], dtype=torch.uint8) for peer in range(3)]
-        follow(drive(pairwise_alltoall(comm, mpi.BYTE, sends, receives)), comm)
-        for peer in {0, 1, 2} - {rank}:
-            assert receives[peer].tolist() == lengths[peer][rank] * [10 * peer + rank]
-
-    run(TWO_NODES, program, seed=seed)
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_offers_of_hvlike_leave_nothing_over(seed: int) -> None:
-    def program(mpi: Any) -> None:
-        comm = mpi.COMM_WORLD.Dup()
-        rank, heard = comm.rank, []
-
-        def hear(peer: int, words: tuple[int, ...], data: Any) -> None:
-            heard.append((words[0], len(data.array)))
-
-        offers = Offers(comm, mpi.BYTE, {1 - rank: 1 - rank}, (64, LARGE), Traffic(), hear)
-        for turn, size in enumerate((8, 64, 65, LARGE, 8)):
-            offers.send((turn, 0, 0, 0), numbers(size))
-            while not offers.sent() or len(heard) <= turn or offers.is_unfinished():
-                offers.progress()
-        assert heard == [(0, 8), (1, 64), (2, 65), (3, LARGE), (4, 8)]
-        mpi.COMM_WORLD.Barrier()
-        offers.close()
-
-    run([[0], [1]], program, seed=seed)

@@ -1,6 +1,7 @@
-"""What ranks see of each other's words: the litmus tests of the literature, over many seeds.
+"""Where threads and ranks may meet: between two statements of hvlike, and in the order in which words are seen.
 
-Source: Alglave et al., Herding Cats, TOPLAS 36(2), 2014: MP, SB, CoRR.
+The latter are the litmus tests of the literature, over many seeds. Source: Alglave et al., Herding Cats, TOPLAS 36(2),
+2014: MP, SB, CoRR.
 """
 
 from __future__ import annotations
@@ -10,13 +11,65 @@ from typing import Any
 
 import pytest
 from support.simulation.machine.job import simulate
+from support.simulation.machine.statements import HVLIKE
 from support.simulation.machine.store_buffers import Order
 
 from hvlike.system.system import system
 from hvlike.transport.memory.doorbell import Fence
 
+SOURCE = """
+def count(box):
+    value = box[0]
+    box[0] = value + 1
+"""
+
+
+def counts(folder: str, statements: float, *, locks: bool = False) -> set[int]:
+    """What two threads count to, who count to 20 together; the function they call is in a file of this folder."""
+    names: dict[str, Any] = {}
+    exec(compile(SOURCE, f"{folder}/counter.py", "exec"), names)
+
+    def program(hvd: Any, rank: int) -> int:
+        box, lock, pause = [0], system.Lock(), system.Lock()
+
+        def run() -> None:
+            for _ in range(10):
+                with pause:
+                    pass
+                if locks:
+                    with lock:
+                        names["count"](box)
+                else:
+                    names["count"](box)
+
+        other = system.Thread(target=run)
+        other.start()
+        run()
+        other.join()
+        return box[0]
+
+    return {
+        simulate(program, [[0]], seed, points_per_switch=2.0, statements=statements).ranks[0].result
+        for seed in range(40)
+    }
+
+
+def test_another_thread_may_go_on_between_two_statements() -> None:
+    found = counts(HVLIKE, 3.0)
+    assert min(found) < 20 == max(found)
+
+
+@pytest.mark.parametrize(
+    ("folder", "statements", "locks"), [(HVLIKE, 0.0, False), (HVLIKE, 3.0, True), ("/elsewhere", 3.0, False)]
+)
+def test_none_goes_on_there_unless_it_may(folder: str, statements: float, locks: bool) -> None:
+    assert counts(folder, statements, locks=locks) == {20}
+
+
 SEEDS = range(200)
+
 Ends = set[tuple[int, ...]]
+
 Program = Callable[[Any, Callable[[], object]], tuple[int, ...]]
 """(the words of all, a fence): what the rank has read."""
 
