@@ -1,13 +1,69 @@
-"""Checksums look at any tensor: one that cannot be read has that of all such tensors, and none is changed."""
+"""Names, groups and checksums of parameters and options: any tensor is looked at, and none is changed."""
 
 import pytest
 import torch
 from support.training.strange_values import STRANGE, Raises, strange_options, strange_tensors
-from torch import Tensor
+from torch import Tensor, nn
 
 from hvlike.observe.looking import only_looks
+from hvlike.training.broadcast import find_differences
 from hvlike.training.gradients.checksums import checksum_of, is_plain, value_checksums
-from hvlike.training.gradients.parameters import describe_options
+from hvlike.training.gradients.parameters import (
+    check_groups,
+    check_named_parameters,
+    describe_options,
+    find_duplicates,
+    group_indices,
+    name_parameters,
+)
+
+A, B, C = (nn.Parameter(torch.zeros(size)) for size in (1, 2, 3))
+
+
+@pytest.mark.parametrize(
+    ("given", "torchs", "expected"),
+    [
+        ({}, {}, ["noname.0.0", "noname.0.1", "noname.1.0"]),
+        ({A: "a", C: "c"}, {}, ["a", "noname.0.1", "c"]),
+        ({}, {"param_names": ["x", "y"]}, ["x", "y", "noname.1.0"]),
+        ({A: "a"}, {"param_names": ["x", "y"]}, ["a", "y", "noname.1.0"]),
+        ({A: "y"}, {"param_names": ["x", "y"]}, ["y", "noname.0.1", "noname.1.0"]),
+        ({A: "noname.0.1"}, {}, ["noname.0.1", "noname.0.1 of 0.1", "noname.1.0"]),
+    ],
+)
+def test_names(given: dict, torchs: dict, expected: list[str]) -> None:
+    names = name_parameters([{"params": [A, B], **torchs}, {"params": [C]}], given)
+    assert [names[parameter] for parameter in (A, B, C)] == expected
+
+
+def test_a_shared_parameter_keeps_its_first_name() -> None:
+    assert check_named_parameters([("a", A), ("b", B), ("also a", A)]) == {A: "a", B: "b"}
+
+
+def test_duplicates() -> None:
+    assert find_duplicates(["b", "a", "b", "c", "a"]) == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("groups", "expected"),
+    [(None, None), (0, None), (3, 3), ([[A], [C, B]], [[0], [1]]), ([[C]], []), (([A], (B,)), [[0], [1]])],
+)
+def test_groups_in_terms_of_places(groups: object, expected: object) -> None:
+    assert group_indices(check_groups(groups), [A, B]) == expected
+
+
+@pytest.mark.parametrize(
+    ("expected", "got", "texts"),
+    [
+        ({"a": 1}, {"a": 1}, []),
+        ({"a": 1}, {"a": 2}, ["'a': expected 1, got 2"]),
+        ({"a": 1}, {"b": 2}, ["'a' is missing", "'b' exists only here"]),
+        ({str(n): 0 for n in range(9)}, {}, ["'0' is missing", "'1' is missing", "'2' is missing", "and 6 more"]),
+    ],
+)
+def test_differences(expected: dict, got: dict, texts: list[str]) -> None:
+    assert find_differences(expected, got) == texts
+
 
 NOT_PLAIN = {"sparse", "csr", "quantized", "nested", "jagged", "meta"}
 

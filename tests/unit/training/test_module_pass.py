@@ -1,5 +1,7 @@
-"""A backward pass through a module: armed while it runs, and its end is called once, unless it fails."""
+"""A backward pass through a module: armed while it runs, its end called once; parts of it that are collected."""
 
+import sys
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -7,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hvlike.training.ddp.end_of_backward import Collected, ModulePass, next_number, next_turn
+from hvlike.training.ddp.end_of_backward import Collected, ModulePass, collecting, collection, next_number, next_turn
 
 
 class Module:
@@ -86,3 +88,42 @@ def test_a_pass_in_parts_is_known_by_what_collects_them() -> None:
     assert running.sees(collected)
     assert not running.sees(Collected({}))
     assert not running.sees(None)
+
+
+KEY = "hvlike.training.ddp.end_of_backward"
+
+
+def test_a_pass_within_a_pass_has_its_own() -> None:
+    outer, inner = Collected({}), Collected({})
+    with collecting(outer):
+        with collecting(inner):
+            assert collection() is inner
+        assert collection() is outer
+    assert collection() is None
+
+
+def test_references_are_counted() -> None:
+    """Past bug: torch 2.5 drops a reference that it has not counted; the process died of that."""
+    outer, inner = Collected({}), Collected({})
+    before = sys.getrefcount(outer), sys.getrefcount(inner)
+    for _ in range(10):
+        with collecting(outer), collecting(inner):
+            assert collection() is inner
+        assert collection() is None
+    assert (sys.getrefcount(outer), sys.getrefcount(inner)) == before
+
+
+@pytest.mark.skipif(not hasattr(torch._C, "_remove_obj_from_tls"), reason="this torch can only put things there")
+def test_nothing_is_left_in_a_thread_for_its_end() -> None:
+    """Past bug: torch drops a thread's objects after Python is done with it; at the end of the process that aborted."""
+    left = []
+
+    def run() -> None:
+        with collecting(Collected({})):
+            pass
+        left.append(torch._C._is_key_in_tls(KEY))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert left == [False]

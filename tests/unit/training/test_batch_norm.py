@@ -1,4 +1,4 @@
-"""convert_sync_batchnorm: what is replaced, what is kept, what is left alone. No ranks needed."""
+"""convert_sync_batchnorm: what is replaced, what is kept, what is left alone."""
 
 import pytest
 import torch
