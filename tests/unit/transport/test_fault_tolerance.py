@@ -1,13 +1,21 @@
-"""Fault tolerance without MPI: whether it is on, and what MPI is told before it starts."""
+"""Fault tolerance without MPI: whether it is on, requests that meet a loss, agreements of those that are left."""
 
+import pickle
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
 import pytest
 
 from hvlike.errors import LaunchError
 from hvlike.transport.failure.fault_tolerance import (
     EXCLUDED,
+    Job,
     exclude_collectives,
     is_enabled,
 )
+from hvlike.transport.failure.fault_tolerant_comm import FaultTolerantCommunicator, is_failure
 
 ULFM = {"OMPI_MCA_mpi_ft_enable": "1"}
 
@@ -39,3 +47,239 @@ def test_where_they_may_be_in_use_it_says_what_to_add(chosen: str | None) -> Non
     environ = ULFM if chosen is None else {**ULFM, "OMPI_MCA_coll": chosen}
     with pytest.raises(LaunchError, match=r"mpirun --with-ft ulfm --mca coll \^han"):
         exclude_collectives(environ, initialised=True)
+
+
+def test_what_a_loss_has_left_of_a_pickle_is_a_failure() -> None:
+    """Open MPI can end a collective that a loss has cut short without an error and without the data."""
+    mpi = SimpleNamespace(Exception=type("Exception", (RuntimeError,), {}))
+    for cut in (b"\0\0\0\0", b""):
+        with pytest.raises((pickle.UnpicklingError, EOFError)) as raised:
+            pickle.loads(cut)
+        assert is_failure(mpi, raised.value)
+    assert not is_failure(mpi, KeyError("x"))
+
+
+class MpiError(Exception):
+    """An exception of MPI, of one of these classes."""
+
+    LOST, OTHER = 75, 15
+
+    def Get_error_class(self) -> int:
+        """As mpi4py has it."""
+        return int(self.args[0])
+
+
+class Started:
+    """A request that ends with an error, or well."""
+
+    def __init__(self, error: int | None) -> None:
+        self.error = error
+        self.freed = False
+
+    def Get_status(self, _: object) -> bool:
+        """Say that it has ended, whatever the error."""
+        return True
+
+    def Start(self) -> None:
+        """Start it."""
+
+    def Test(self) -> bool:
+        """Say that it has ended."""
+        if self.error is not None:
+            raise MpiError(self.error)
+        return True
+
+    def Free(self) -> None:
+        """Free it."""
+        self.freed = True
+
+
+def communicator(request: Started, *, revoked: bool = False) -> FaultTolerantCommunicator:
+    """A communicator that makes this request."""
+    failed = SimpleNamespace(size=0)
+    comm: Any = SimpleNamespace(
+        **dict.fromkeys(["Recv_init", "Irecv", "Ibcast", "Iallreduce"], lambda *_: request),
+        Is_revoked=lambda: revoked,
+        Get_failed=lambda: failed,
+    )
+    mpi: Any = SimpleNamespace(
+        Exception=MpiError,
+        Status=lambda: SimpleNamespace(Get_error=int),
+        ERR_PROC_FAILED=MpiError.LOST,
+        ERR_PROC_FAILED_PENDING=76,
+        ERR_REVOKED=77,
+    )
+    return FaultTolerantCommunicator(mpi, comm, lambda each: each)
+
+
+def test_a_persistent_request_of_a_lost_rank_never_ends_and_is_not_freed() -> None:
+    started = Started(MpiError.LOST)
+    comm = communicator(started)
+    request = comm.Recv_init([], 1)
+    request.Start()
+    assert not request.Test()
+    request.Wait()
+    started.error = None
+    assert not request.Test()
+    request.Free()
+    assert not started.freed
+    assert request in comm.persistent
+
+
+def test_one_that_has_not_failed_is_freed_unless_the_communicator_was_revoked() -> None:
+    for revoked in (False, True):
+        started = Started(None)
+        request = communicator(started, revoked=revoked).Recv_init([], 1)
+        request.Start()
+        assert request.Test()
+        request.Free()
+        assert started.freed != revoked
+
+
+def test_other_errors_of_a_persistent_request_are_raised() -> None:
+    with pytest.raises(MpiError):
+        communicator(Started(MpiError.OTHER)).Recv_init([], 1).Test()
+
+
+@pytest.mark.parametrize("name", ["Ibcast", "Iallreduce"])
+def test_a_collective_that_ends_after_a_loss_is_not_trusted(name: str) -> None:
+    """Open MPI may say that it has ended well, and have left the memory as it was."""
+    for revoked in (False, True):
+        comm = communicator(Started(None), revoked=revoked)
+        request = getattr(comm, name)([])
+        assert request.Test() != revoked
+        assert (request in comm.pending) == revoked
+
+
+def test_a_message_that_has_come_is_there_whoever_is_lost_later() -> None:
+    assert communicator(Started(None), revoked=True).Irecv([], 1).Test()
+
+
+class MpiException(Exception):
+    """An exception of MPI."""
+
+
+class Processes:
+    """A communicator of two processes whose agreements end at the third look, with what the other one says."""
+
+    def __init__(self, other: int, *, begins: bool = True, error: MpiException | None = None) -> None:
+        self.rank, self.size = 0, 2
+        self.other, self.begins, self.error = other, begins, error
+        self.looks = 0
+        self.revoked = False
+        self.calls_outside = 0
+        self.is_in_loop = False
+
+    def Shrink(self) -> "Processes":
+        """Nobody is lost."""
+        return self
+
+    def Set_errhandler(self, _: object) -> None:
+        """As it is."""
+
+    def Ack_failed(self) -> None:
+        """All losses are known."""
+
+    def allgather(self, value: object) -> list[Any]:
+        """Only the name of this host."""
+        return [value]
+
+    def Iagree(self, flag: np.ndarray[Any, Any]) -> "Processes":
+        """Begin."""
+        self._called()
+        if not self.begins:
+            raise MpiException("internal error")
+        self.flag = flag
+        return self
+
+    def Get_status(self, _: object = None) -> bool:
+        """Look."""
+        self._called()
+        self.looks += 1
+        if self.looks < 3:
+            return False
+        self.flag[0] &= self.other
+        if self.error is not None:
+            raise self.error
+        return True
+
+    def _called(self) -> None:
+        self.calls_outside += not self.is_in_loop
+
+    def Idup(self) -> tuple["Processes", "Processes"]:
+        """Another communicator, which is there at the third look."""
+        copy = Processes(self.other)
+        return copy, copy.Iagree(np.array([1]))
+
+    def Test(self) -> bool:
+        """What has ended."""
+        return True
+
+    def Get_failed(self) -> SimpleNamespace:
+        """Nobody."""
+        return SimpleNamespace(size=0)
+
+    def Is_revoked(self) -> bool:
+        """Whether it was."""
+        return self.revoked
+
+    def Revoke(self) -> None:
+        """Revoke it."""
+        self.revoked = True
+
+    def perform(self, action: Callable[[], None]) -> None:
+        """What a loop does."""
+        self.is_in_loop = True
+        action()
+        self.is_in_loop = False
+
+
+def job(processes: Processes) -> Job:
+    """A job of them."""
+    mpi: Any = SimpleNamespace(
+        Exception=MpiException,
+        ERRORS_RETURN=0,
+        COMM_NULL=None,
+        COMM_WORLD=SimpleNamespace(rank=0),
+        Get_processor_name=lambda: "here",
+        Status=lambda: SimpleNamespace(Get_error=int),
+    )
+    return Job(mpi, processes, 0)
+
+
+@pytest.mark.parametrize("other", [0, 1])
+def test_all_have_to_say_yes(other: int) -> None:
+    processes = Processes(other)
+    assert job(processes).agree(True) == bool(other)
+    assert job(Processes(1)).agree(False) is False
+
+
+def test_mpi_is_called_by_the_loop_alone() -> None:
+    """Open MPI puts a result aside without its bytes when another thread is in an agreement."""
+    processes = Processes(1)
+    assert job(processes).agree(True, processes.perform)
+    assert processes.looks == 3
+    assert processes.calls_outside == 0
+
+
+def test_the_answer_holds_when_another_process_is_lost_meanwhile() -> None:
+    assert job(Processes(0, error=MpiException("a process is lost"))).agree(True) is False
+    assert job(Processes(1, error=MpiException("a process is lost"))).agree(True)
+
+
+def test_an_agreement_that_cannot_begin_is_an_error() -> None:
+    with pytest.raises(MpiException, match="internal error"):
+        job(Processes(1, begins=False)).agree(True)
+
+
+@pytest.mark.parametrize("looks", [0, 2, 3])
+def test_a_communicator_is_revoked_only_once_it_is_made(looks: int) -> None:
+    """Open MPI crashes when it revokes one that a loss has left half made."""
+    everybody = job(Processes(1))
+    parent = everybody.adopt(Processes(1))
+    copy, request = parent.Idup()
+    for _ in range(looks):
+        request.Test()
+    everybody.revoke()
+    assert parent.comm.revoked
+    assert copy.comm.revoked == (looks == 3)
