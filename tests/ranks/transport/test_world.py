@@ -1,15 +1,18 @@
-"""World: who the ranks are, for every way to name them; and the user's own MPI stays untouched."""
+"""World: who the ranks are, for every way to name them; the user's own MPI stays untouched, forks are refused."""
 
 import logging
 import multiprocessing
+import os
+import sys
 import time
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
+from support.children import raised_in_child
 
-from hvlike.errors import LaunchError, UsageError
+from hvlike.errors import ForkedProcessError, LaunchError, UsageError
 from hvlike.transport.failure import guard
 from hvlike.transport.host import mpi_library
 from hvlike.transport.world import World
@@ -195,3 +198,30 @@ def test_a_spawned_child_of_a_rank_is_refused(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
     with pytest.raises(LaunchError, match="child that multiprocessing started from a rank"):
         World.start()
+
+
+def test_a_forked_child_is_refused() -> None:
+    mpi_library.load_mpi()
+    said = raised_in_child(mpi_library.check_not_forked)
+    assert said.startswith(ForkedProcessError.__name__)
+    assert str(os.getpid()) in said
+    mpi_library.check_not_forked()
+
+
+def test_a_forked_child_cannot_start_a_world() -> None:
+    mpi_library.load_mpi()
+    assert raised_in_child(World.start).startswith(ForkedProcessError.__name__)
+
+
+def test_a_grandchild_is_refused_too() -> None:
+    mpi_library.load_mpi()
+
+    def refuse_grandchild() -> None:
+        raise RuntimeError(raised_in_child(mpi_library.check_not_forked))
+
+    assert "ForkedProcessError" in raised_in_child(refuse_grandchild)
+
+
+def test_a_child_forked_before_mpi_started_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "mpi4py.MPI", raising=False)
+    assert raised_in_child(mpi_library.check_not_forked) == ""

@@ -64,28 +64,6 @@ def test_what_is_no_handle_is_refused(hvd: ModuleType, what: object) -> None:
             call(what)
 
 
-def test_handles_may_be_synchronised_in_any_order(hvd: ModuleType) -> None:
-    handles = [hvd.allreduce_async(torch.tensor([float(index)]), op=hvd.Max) for index in range(20)]
-    for index in reversed(range(20)):
-        assert hvd.synchronize(handles[index]).tolist() == [float(index)]
-
-
-def test_several_threads_may_wait_at_once(hvd: ModuleType) -> None:
-    results: dict[int, float] = {}
-
-    def work(number: int) -> None:
-        for turn in range(5):
-            total = hvd.allreduce(torch.tensor([float(number)]), name=f"thread {number} turn {turn}", op=hvd.Sum)
-            results[number] = total.item()
-
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert results == {number: float(number * hvd.size()) for number in range(4)}
-
-
 @pytest.mark.mpi(min_size=2)
 def test_a_thread_beside_a_waiting_one_is_not_held_up(hvd: ModuleType) -> None:
     # On rank 0 one thread waits, and drives the loop; what the other one does must not wait for its next look.

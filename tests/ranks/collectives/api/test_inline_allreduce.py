@@ -3,7 +3,6 @@
 import os
 import signal
 import subprocess
-import threading
 import time
 
 import pytest
@@ -197,24 +196,6 @@ def test_other_ops_are_an_error_on_all_ranks(hvd, inline):
         hvd.allreduce_(torch.ones(6), op=op, name="op")
     with pytest.raises(MismatchError, match="Sum"):
         hvd.allreduce_(torch.ones(6), op=hvd.Max if hvd.rank() else hvd.Sum, name="op")
-
-
-@pytest.mark.parametrize("count", [FEW, MANY])
-def test_threads_do_not_disturb_each_other(hvd, inline, count):
-    failures = []
-
-    def work(thread):
-        for step in range(30):
-            total = hvd.allreduce_(torch.full((count,), float(thread + step)), op=hvd.Sum, name=f"thread {thread}")
-            if not total.eq((thread + step) * hvd.size()).all():
-                failures.append((thread, step, total))
-
-    threads = [threading.Thread(target=work, args=(each,)) for each in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failures
 
 
 def test_it_goes_on_after_a_join(hvd, inline):

@@ -1,27 +1,14 @@
-"""What collectives promise beside the values of the model: rounding, range, not-a-numbers, equal bits, defaults."""
+"""What collectives promise beside the values of the model: rounding, range, equal bits, sparse sums, inference mode."""
 
-import math
+import time
 from types import ModuleType
 
 import pytest
 import torch
-from support.collectives.inputs import contribution, same
+from support.collectives.inputs import contribution, reduced, same
+from torch import Tensor
 
-from hvlike.backends.arithmetic.reduce_op import ReduceOp
 from hvlike.collectives.controller.operations import even_rows
-
-
-@pytest.mark.parametrize("dtype", [torch.int8, torch.int16, torch.int32, torch.int64], ids=str)
-def test_an_integer_average_truncates_toward_zero(hvd: ModuleType, dtype: torch.dtype) -> None:
-    mine = torch.tensor([1, -1, 5, -5], dtype=dtype) if hvd.rank() == 0 else torch.zeros(4, dtype=dtype)
-    expected = [math.trunc(value / hvd.size()) for value in (1, -1, 5, -5)]
-    assert hvd.allreduce(mine).tolist() == expected
-
-
-def test_scaled_integers_truncate_toward_zero_at_each_step(hvd: ModuleType) -> None:
-    mine = torch.tensor([1, 2, 3, -3])
-    total = hvd.allreduce(mine, op=hvd.Sum, prescale_factor=0.5)
-    assert total.tolist() == [0, hvd.size(), hvd.size(), -hvd.size()]
 
 
 @pytest.mark.parametrize(("dtype", "largest"), [(torch.uint8, 255), (torch.int8, 127), (torch.int16, 32767)], ids=str)
@@ -31,11 +18,6 @@ def test_an_average_of_narrow_integers_does_not_overflow(hvd: ModuleType, dtype:
     assert hvd.allreduce_(mine).tolist() == [largest] * 9
 
 
-def test_an_average_of_float16_does_not_overflow(hvd: ModuleType) -> None:
-    mine = torch.full((4,), 40000.0, dtype=torch.float16)
-    assert torch.equal(hvd.allreduce(mine), mine)
-
-
 def test_sums_of_16_bit_floats_are_rounded_once(hvd: ModuleType) -> None:
     if hvd.cross_size() > 1 or not hvd.is_homogeneous():
         pytest.skip("several nodes: rounded once on each node and once across")
@@ -43,14 +25,6 @@ def test_sums_of_16_bit_floats_are_rounded_once(hvd: ModuleType) -> None:
     mine = torch.tensor([256.0 if hvd.rank() == 0 else 1.0], dtype=torch.bfloat16)
     expected = torch.tensor([256.0 + hvd.size() - 1], dtype=torch.bfloat16)
     assert torch.equal(hvd.allreduce(mine, op=hvd.Sum), expected)
-
-
-@pytest.mark.parametrize("op", [ReduceOp.MIN, ReduceOp.MAX], ids=["min", "max"])
-def test_nan_on_one_rank_reaches_all(hvd: ModuleType, op: ReduceOp) -> None:
-    mine = torch.tensor([float("nan") if hvd.rank() == hvd.size() - 1 else 1.0, 2.0])
-    result = hvd.allreduce(mine, op=op)
-    assert math.isnan(result[0])
-    assert result[1] == 2
 
 
 def test_the_deprecated_average_argument_still_works(hvd: ModuleType) -> None:
@@ -105,5 +79,64 @@ def test_the_order_of_the_arguments_is_horovods(hvd: ModuleType) -> None:
 
 
 def test_sixteen_bit_averages_do_not_overflow(hvd: ModuleType) -> None:
+    mine = torch.full((4,), 40000.0, dtype=torch.float16)
+    assert torch.equal(hvd.allreduce(mine), mine)
     result = hvd.reducescatter(torch.full((hvd.size(), 10), 60000.0, dtype=torch.float16))
     assert bool((result == 60000.0).all())
+
+
+def dense_of(rank: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Rank 0 holds nothing; the others some entries, of which some are shared."""
+    generator = torch.Generator().manual_seed(rank)
+    values = torch.randint(-3, 4, (6, 3), generator=generator)
+    chosen = torch.rand(6, 3, generator=generator) < 0.4
+    return (values * chosen * (rank > 0)).to(dtype)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled")
+@pytest.mark.parametrize("name", [None, "embedding"])
+@pytest.mark.parametrize("sparse_dims", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.complex64], ids=str)
+def test_sparse_sums_of_all_ranks(hvd: ModuleType, dtype: torch.dtype, sparse_dims: int, name: str | None) -> None:
+    mine = dense_of(hvd.rank(), dtype).to_sparse(sparse_dims)
+    wait = hvd.sparse_allreduce_async(mine, name, hvd.Sum)
+    total = wait()
+    right = torch.stack([dense_of(rank, dtype) for rank in range(hvd.size())]).sum(0).to(dtype)
+    assert total.is_sparse
+    assert total.dtype is dtype
+    same(total.to_dense(), right)
+    same(wait().to_dense(), right)
+    same(mine.to_dense(), dense_of(hvd.rank(), dtype))
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled")
+def test_the_entries_of_all_ranks_lie_side_by_side(hvd: ModuleType) -> None:
+    mine = torch.sparse_coo_tensor(torch.tensor([[2, 2]]), torch.tensor([1.0, 2.0]), (4,))
+    total = hvd.sparse_allreduce_async(mine, op=hvd.Sum)()
+    assert not total.is_coalesced()
+    assert total._nnz() == 2 * hvd.size()
+    assert total.coalesce().values().tolist() == [3.0 * hvd.size()]
+
+
+def test_nobody_has_an_entry_and_the_average_is_the_default(hvd: ModuleType) -> None:
+    wait = hvd.sparse_allreduce_async(dense_of(hvd.rank()).to_sparse(), name="grad")
+    same(wait().to_dense(), torch.stack([dense_of(rank) for rank in range(hvd.size())]).mean(0))
+    total = hvd.sparse_allreduce_async(torch.zeros(5, 2).to_sparse(1), op=hvd.Sum)()
+    assert total.shape == (5, 2)
+    assert total._nnz() == 0
+
+
+@pytest.mark.parametrize("pause", [0.0, 0.005], ids=["this thread", "the loop's thread"])
+def test_groups_are_reduced_in_inference_mode_whichever_thread_goes_on(hvd: ModuleType, pause: float) -> None:
+    for number in range(6):
+        with torch.inference_mode(number % 3 < 2):
+            contributions = [torch.full((3, 500 + number // 2), rank + 1.0) for rank in range(hvd.size())]
+            given = [contributions[hvd.rank()].clone(), contributions[hvd.rank()].t().contiguous().t()]
+            handles = [hvd.grouped_allreduce_async(given, op=hvd.Sum), hvd.broadcast_async(given[1], 0)]
+            time.sleep(pause)
+            for total in hvd.synchronize(handles[0]):
+                same(total, reduced(hvd.Sum, contributions))
+            same(hvd.synchronize(handles[1]), contributions[0])
+            for each in given:
+                hvd.allreduce_(each, op=hvd.Max)
+                same(each, contributions[-1])

@@ -28,11 +28,6 @@ MISUSES = {
         ShapeMismatchError,
         "Mismatched ALLREDUCE tensor shapes for 'grad': {others} passed [3], {last} passed [4].",
     ),
-    "shape of the same size": Misuse(
-        lambda hvd, odd: hvd.allreduce(torch.ones(6) if odd else torch.ones(2, 3), name="grad"),
-        ShapeMismatchError,
-        "Mismatched ALLREDUCE tensor shapes for 'grad': {others} passed [2, 3], {last} passed [6].",
-    ),
     "shape of a large tensor": Misuse(
         lambda hvd, odd: hvd.allreduce_(torch.ones(300_000 + odd), name="grad"),
         ShapeMismatchError,
@@ -52,11 +47,6 @@ MISUSES = {
         lambda hvd, odd: hvd.allreduce(torch.ones(3), prescale_factor=1 + odd, name="grad"),
         MismatchError,
         "Mismatched ALLREDUCE prescale and/or postscale factors for 'grad': {others} passed (1.0, 1.0), {last} passed",
-    ),
-    "factor after": Misuse(
-        lambda hvd, odd: hvd.allreduce(torch.ones(3), postscale_factor=1 + odd, name="grad"),
-        MismatchError,
-        "{last} passed (1.0, 2.0).",
     ),
     "length of a group": Misuse(
         lambda hvd, odd: hvd.grouped_allreduce([torch.ones(3)] * (2 + odd), name="layer"),
@@ -83,11 +73,6 @@ MISUSES = {
         ShapeMismatchError,
         "Mismatched BROADCAST tensor shapes for 'weights': {others} passed [3], {last} passed [4].",
     ),
-    "dtype of a broadcast": Misuse(
-        lambda hvd, odd: hvd.broadcast(torch.ones(3).to(torch.bfloat16 if odd else torch.float16), 0, name="weights"),
-        MismatchError,
-        "Mismatched BROADCAST data types for 'weights': {others} passed float16, {last} passed bfloat16.",
-    ),
     "trailing dimension of an allgather": Misuse(
         lambda hvd, odd: allgather(torch.ones(2, 3 + odd), name="rows"),
         ShapeMismatchError,
@@ -98,10 +83,25 @@ MISUSES = {
         ShapeMismatchError,
         "{others} passed [1] after the first dimension, {last} passed [] after the first dimension.",
     ),
-    "dtype of an allgather": Misuse(
-        lambda hvd, odd: allgather(torch.ones(2, dtype=torch.int32 if odd else torch.int8), name="rows"),
-        MismatchError,
-        "Mismatched ALLGATHER data types for 'rows': {others} passed int8, {last} passed int32.",
+    "rows of an alltoall": Misuse(
+        lambda hvd, odd: hvd.alltoall(torch.ones(hvd.size(), 2 + odd), name="x"),
+        ShapeMismatchError,
+        "Mismatched ALLTOALL tensor shapes for 'x': {others} passed [2] after the first dimension, {last} passed [3]",
+    ),
+    "shape of a reducescatter": Misuse(
+        lambda hvd, odd: hvd.reducescatter(torch.ones(4 + odd, 2), name="x"),
+        ShapeMismatchError,
+        "Mismatched REDUCESCATTER tensor shapes for 'x': {others} passed [4, 2], {last} passed [5, 2].",
+    ),
+    "rows in a group of gathers": Misuse(
+        lambda hvd, odd: hvd.grouped_allgather([torch.ones(3), torch.ones(3, 1 + odd)], name="x"),
+        ShapeMismatchError,
+        "{others} passed [[], [1]] after the first dimension, {last} passed [[], [2]] after the first dimension.",
+    ),
+    "shape of a sparse tensor": Misuse(
+        lambda hvd, odd: hvd.sparse_allreduce_async(torch.ones(4 + odd, 2).to_sparse(), name="x")(),
+        ShapeMismatchError,
+        "sparse tensor shapes for 'sparse_allreduce.x': {others} passed [4, 2], {last} passed [5, 2].",
     ),
 }
 
@@ -119,6 +119,11 @@ def goes_on(hvd: ModuleType) -> None:
     assert hvd.allreduce(mine, op=hvd.Sum).tolist() == [sum(range(hvd.size())), hvd.size()]
     assert hvd.broadcast(mine, root_rank=1).tolist() == [1.0, 1.0]
     assert hvd.grouped_allreduce([mine], op=hvd.Max)[0].tolist() == [hvd.size() - 1, 1.0]
+    assert hvd.allgather(torch.tensor([hvd.rank()])).tolist() == list(range(hvd.size()))
+    assert hvd.alltoall(torch.full((hvd.size(),), hvd.rank())).tolist() == list(range(hvd.size()))
+    assert hvd.reducescatter(torch.ones(hvd.size()), op=hvd.Sum).tolist() == [hvd.size()]
+    assert hvd.grouped_allgather([torch.tensor(1)])[0].tolist() == [1] * hvd.size()
+    assert hvd.grouped_reducescatter([torch.ones(hvd.size())], op=hvd.Sum)[0].tolist() == [hvd.size()]
     hvd.barrier()
 
 

@@ -96,6 +96,62 @@ REFUSED: dict[str, tuple[Callable[[ModuleType], Any], str]] = {
         lambda hvd: hvd.barrier(process_set=[0]),
         "Barrier: expected a ProcessSet, got list.",
     ),
+    "number of splits": (
+        lambda hvd: hvd.alltoall(torch.ones(9), splits=[0] * (hvd.size() + 1), name="x"),
+        "alltoall 'x': Number of entries in splits does not equal number of workers. Got",
+    ),
+    "sum of splits": (
+        lambda hvd: hvd.alltoall(torch.ones(3), splits=[4] * hvd.size(), name="x"),
+        "Sum of splits entries is greater than the first dimension of tensor. Got [4",
+    ),
+    "negative splits": (
+        lambda hvd: hvd.alltoall(torch.ones(3), splits=[-1] + [1] * (hvd.size() - 1)),
+        "expected no negative entry in splits, got [-1",
+    ),
+    "float splits": (
+        lambda hvd: hvd.alltoall(torch.ones(3), splits=[1.0] * hvd.size()),
+        "alltoall expects splits to contain 32-bit integer elements, or 64-bit ones; got [1.0",
+    ),
+    "float tensor of splits": (
+        lambda hvd: hvd.alltoall_async(torch.ones(3), splits=torch.ones(hvd.size())),
+        "alltoall expects splits to contain 32-bit integer elements, or 64-bit ones, in one dimension; got torch.float",
+    ),
+    "splits of two dimensions": (
+        lambda hvd: hvd.alltoall(torch.ones(3), splits=torch.zeros(hvd.size(), 1, dtype=torch.int32)),
+        "in one dimension; got torch.int32 of shape",
+    ),
+    "0-dim alltoall": (
+        lambda hvd: hvd.alltoall(torch.tensor(1.0), splits=[0] * hvd.size(), name="x"),
+        "alltoall 'x': expected at least one dimension, got shape []",
+    ),
+    "0-dim reducescatter": (
+        lambda hvd: hvd.reducescatter(torch.tensor(1.0), name="x"),
+        "reducescatter 'x': Reducescatter does not support scalar inputs",
+    ),
+    "0-dim in a group": (
+        lambda hvd: hvd.grouped_reducescatter_async([torch.ones(2), torch.tensor(1.0)], name="x"),
+        "grouped_reducescatter 'x' (tensor 1): Reducescatter does not support scalar inputs",
+    ),
+    "Adasum": (
+        lambda hvd: hvd.reducescatter(torch.ones(2), op=hvd.Adasum, name="x"),
+        "reducescatter 'x': op Adasum is not defined on rows; possible: Average",
+    ),
+    "empty group of gathers": (
+        lambda hvd: hvd.grouped_allgather([]),
+        "grouped_allgather: expected at least one tensor, got an empty list.",
+    ),
+    "empty group of reductions": (
+        lambda hvd: hvd.grouped_reducescatter([]),
+        "grouped_reducescatter: expected at least one tensor, got an empty list.",
+    ),
+    "dense tensor in a sparse reduction": (
+        lambda hvd: hvd.sparse_allreduce_async(torch.ones(2), name="x"),
+        "sparse_allreduce 'x': expected a sparse COO tensor, got layout torch.strided",
+    ),
+    "Max of sparse tensors": (
+        lambda hvd: hvd.sparse_allreduce_async(torch.eye(2).to_sparse(), name="x", op=hvd.Max),
+        "sparse_allreduce 'x': op Max is not defined on sparse tensors; possible: Average, Sum.",
+    ),
 }
 
 
@@ -129,3 +185,36 @@ def test_a_name_in_flight_is_refused(hvd: ModuleType) -> None:
     assert hvd.synchronize(first).tolist() == [hvd.size()] * 2
     again = hvd.allreduce_async(torch.ones(2), name="twice", op=hvd.Sum)
     assert hvd.synchronize(again).tolist() == [hvd.size()] * 2
+
+
+@pytest.mark.mpi(min_size=2)
+def test_rows_that_cannot_be_divided(hvd: ModuleType) -> None:
+    text = "splits not provided, but first dimension of tensor is not an even multiple of the number of workers"
+    with pytest.raises(ValueError, match=text):
+        hvd.alltoall(torch.ones(hvd.size() + 1))
+    assert hvd.alltoall(torch.full((hvd.size(),), hvd.rank())).tolist() == list(range(hvd.size()))
+
+
+WRONG: dict[str, Callable[[ModuleType], Any]] = {
+    "got list": lambda hvd: hvd.allreduce([1]),
+    "got int": lambda hvd: hvd.broadcast(3, root_rank=0),
+    "expected numbers, got prescale_factor='a'": lambda hvd: hvd.allreduce(torch.ones(2), prescale_factor="a"),
+    "expected numbers, got prescale_factor=1.0, postscale_factor=None": lambda hvd: hvd.reducescatter(
+        torch.ones(4), postscale_factor=None
+    ),
+    "op 'sum' is not a reduction": lambda hvd: hvd.allreduce(torch.ones(2), op="sum"),
+    "name has to be a string, got 3": lambda hvd: hvd.allgather(torch.ones(2), name=3),
+    "expected a list of tensors, got int": lambda hvd: hvd.grouped_allreduce(7),
+    "compress": lambda hvd: hvd.allreduce(torch.ones(2), compression=5),
+    "expects a torch.optim.Optimizer, got Linear": lambda hvd: hvd.DistributedOptimizer(torch.nn.Linear(1, 1)),
+    "expected a ProcessSet, got list": lambda hvd: hvd.allreduce(torch.ones(2), process_set=[0]),
+    "expects tensors, got a module": lambda hvd: hvd.broadcast_parameters(torch.nn.Linear(1, 1), 0),
+}
+
+
+@pytest.mark.parametrize("text", WRONG)
+def test_a_wrong_type_is_a_type_error(hvd: ModuleType, text: str) -> None:
+    with pytest.raises(TypeError, match=text) as raised:
+        WRONG[text](hvd)
+    assert isinstance(raised.value, ValueError)
+    assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == hvd.size()

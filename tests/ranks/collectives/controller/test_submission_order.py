@@ -1,6 +1,7 @@
-"""Named requests may come in any order on each rank; unnamed ones meet by kind; groups are whole."""
+"""Named requests may come in any order on each rank; unnamed ones meet by kind; groups are whole; waits are known."""
 
 import random
+import threading
 import time
 from collections.abc import Callable
 from types import ModuleType
@@ -11,6 +12,8 @@ import torch
 from support.collectives.inputs import DTYPES, contribution, reduced, same
 
 from hvlike.collectives.api.gather_scatter import allgather, allgather_async
+from hvlike.collectives.requests.request import find_call_site
+from hvlike.collectives.session.context import current
 
 SUMMABLE = tuple(dtype for dtype in DTYPES if dtype is not torch.bool)
 
@@ -30,38 +33,6 @@ def test_two_hundred_in_flight_in_another_order_on_each_rank(hvd: ModuleType) ->
         assert hvd.synchronize(handles[index]).tolist() == [float(index * hvd.size() + ranks)] * (index % 7 + 1)
 
 
-def test_mixed_kinds_in_another_order_on_each_rank(hvd: ModuleType) -> None:
-    def broadcast(index: int) -> Any:
-        return hvd.broadcast_async(torch.tensor([hvd.rank(), index]), index % hvd.size(), name=str(index))
-
-    def gather(index: int) -> Any:
-        return allgather_async(torch.tensor([hvd.rank(), index]), name=str(index))
-
-    def reduce(index: int) -> Any:
-        dtype = SUMMABLE[index % len(SUMMABLE)]
-        return hvd.allreduce_async(contribution(hvd.rank(), (9,), dtype, index), name=str(index), op=hvd.Sum)
-
-    def group(index: int) -> Any:
-        parts = [
-            contribution(hvd.rank(), (5,), torch.float32, index),
-            contribution(hvd.rank(), (3,), torch.int64, index),
-        ]
-        return hvd.grouped_allreduce_async(parts, name=str(index), op=hvd.Sum)
-
-    calls = [(kind, index) for kind in (broadcast, gather, reduce, group) for index in range(12)]
-    random.Random(hvd.rank()).shuffle(calls)
-    # The same names under other kinds do not meet.
-    handles = {(kind, index): kind(index) for kind, index in calls}
-    for index in range(12):
-        assert hvd.synchronize(handles[broadcast, index]).tolist() == [index % hvd.size(), index]
-        rows = [each for rank in range(hvd.size()) for each in (rank, index)]
-        assert hvd.synchronize(handles[gather, index]).tolist() == rows
-        same(hvd.synchronize(handles[reduce, index]), expected_sum(hvd, (9,), SUMMABLE[index % len(SUMMABLE)], index))
-        first, second = hvd.synchronize(handles[group, index])
-        same(first, expected_sum(hvd, (5,), torch.float32, index))
-        same(second, expected_sum(hvd, (3,), torch.int64, index))
-
-
 def test_fused_reductions_keep_their_dtypes_and_sizes_apart(hvd: ModuleType) -> None:
     shapes = [(0,), (), (1,), (17, 3), (20_000,), (70_000,)]
     cases = [(shape, dtype) for shape in shapes for dtype in SUMMABLE]
@@ -71,17 +42,6 @@ def test_fused_reductions_keep_their_dtypes_and_sizes_apart(hvd: ModuleType) -> 
     ]
     for index, (handle, (shape, dtype)) in enumerate(zip(handles, cases, strict=True)):
         same(hvd.synchronize(handle), expected_sum(hvd, shape, dtype, index))
-
-
-def test_other_factors_and_ops_are_not_fused_together(hvd: ModuleType) -> None:
-    mine = torch.tensor([float(hvd.rank() + 1)])
-    ops = [hvd.Sum, hvd.Max, hvd.Min, hvd.Average]
-    handles = [
-        (op, factor, hvd.allreduce_async(mine, op=op, postscale_factor=factor)) for op in ops for factor in (1, 2)
-    ]
-    inputs = [torch.tensor([float(rank + 1)]) for rank in range(hvd.size())]
-    for op, factor, handle in handles:
-        same(hvd.synchronize(handle), reduced(op, inputs, 1.0, factor))
 
 
 def test_a_group_may_mix_dtypes_and_sizes(hvd: ModuleType) -> None:
@@ -129,15 +89,6 @@ def test_unnamed_operations_are_counted_by_kind(hvd: ModuleType) -> None:
     assert hvd.synchronize(handles[3]).tolist() == [3.0] * hvd.size()
 
 
-def test_a_barrier_passes_operations_in_flight(hvd: ModuleType) -> None:
-    early = hvd.rank() % 2 == 0
-    handle = hvd.allreduce_async(torch.ones(2), name="across", op=hvd.Sum) if early else None
-    hvd.barrier()
-    if handle is None:
-        handle = hvd.allreduce_async(torch.ones(2), name="across", op=hvd.Sum)
-    assert hvd.synchronize(handle).tolist() == [float(hvd.size())] * 2
-
-
 def test_a_barrier_waits_for_the_last_rank(hvd: ModuleType) -> None:
     # The clock of the machine, which nobody sets meanwhile.
     started = time.monotonic()
@@ -147,3 +98,26 @@ def test_a_barrier_waits_for_the_last_rank(hvd: ModuleType) -> None:
     ended = torch.tensor([started, time.monotonic()], dtype=torch.float64)
     times = allgather(ended.reshape(1, 2))
     assert times[:, 1].min() >= times[-1, 0] + 0.19
+
+
+def test_it_is_what_was_asked_for_last_and_its_thread_may_ask_for_more(hvd: ModuleType) -> None:
+    controller = current().find_set(None, "test").controller
+    seen: list[bool] = []
+    leave = threading.Event()
+
+    def wait() -> None:
+        controller.wait_in_order("of a test", 1, lambda: True, lambda error: None, place=find_call_site())
+        seen.append(True)
+        leave.wait(30.0)
+
+    # A daemon counts once it has asked for something.
+    thread = threading.Thread(target=wait, daemon=True)
+    thread.start()
+    try:
+        assert current().fabric.loop.wait(lambda: bool(seen), 30.0)
+        assert controller.tensor_queue.last is not None
+        assert controller.tensor_queue.last[0] == ("step", "of a test")
+        assert not controller.tensor_queue.has_one_thread()
+    finally:
+        leave.set()
+        thread.join()

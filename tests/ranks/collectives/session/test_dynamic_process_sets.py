@@ -1,12 +1,15 @@
-"""Process sets that are added and removed after init()."""
+"""Process sets that are added and removed after init(), and what they pickle as."""
 
+import copy
 import gc
 import os
+import pickle
 from types import ModuleType
 
 import pytest
 import torch
 
+from hvlike.collectives.requests.process_set import ProcessSet
 from hvlike.errors import MismatchError, ShutdownError
 
 
@@ -111,3 +114,14 @@ def test_many_sets_come_and_go_and_leave_nothing(hvd: ModuleType) -> None:
     for _ in range(150):
         once()
     assert held() == before
+
+
+def test_a_registered_set_comes_back_as_itself(hvd: ModuleType) -> None:
+    assert pickle.loads(pickle.dumps(hvd.global_process_set)) is hvd.global_process_set
+    assert copy.deepcopy(hvd.global_process_set) is hvd.global_process_set
+
+
+def test_another_set_comes_back_with_its_ranks() -> None:
+    restored = pickle.loads(pickle.dumps(ProcessSet([500, 400])))
+    assert restored.ranks == [400, 500]
+    assert restored.process_set_id is None
