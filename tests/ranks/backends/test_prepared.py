@@ -193,14 +193,6 @@ def test_some_tensors_lie_in_shared_allocations(hvd: ModuleType, everybody: bool
         assert equal(tensors, expected(hvd.size(), shift=step))
 
 
-def test_tensors_of_other_dtypes_are_cast_step_after_step(hvd: ModuleType) -> None:
-    packer = BucketPacker([None] * len(SHAPES), Arithmetic(torch.float16, ReduceOp.SUM), [torch.float32] * len(SHAPES))
-    for step in range(2):
-        tensors = contributions(hvd.rank(), shift=step)
-        reduce(packer, tensors)
-        assert equal(tensors, expected(hvd.size(), shift=step))
-
-
 def test_tensors_of_other_sizes_are_laid_out_anew(hvd: ModuleType) -> None:
     packer = BucketPacker([None, None], Arithmetic(torch.float32, ReduceOp.SUM))
     for lengths in ([5, 20_000], [20_000, 5], [7, 7], [3, 0]):

@@ -2,17 +2,15 @@
 
 import logging
 import multiprocessing
-import os
 import sys
 import time
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import pytest
 from support.children import raised_in_child
 
-from hvlike.errors import ForkedProcessError, LaunchError, UsageError
+from hvlike.errors import LaunchError, UsageError
 from hvlike.transport.failure import guard
 from hvlike.transport.host import mpi_library
 from hvlike.transport.world import World
@@ -47,14 +45,6 @@ def test_all_ranks(mpi: ModuleType) -> None:
     world.close()
 
 
-def test_start_and_close_again_and_again() -> None:
-    for _ in range(5):
-        world = World.start()
-        assert total(world) == world.size
-        world.close()
-        world.close()
-
-
 def test_errors_raise_instead_of_ending_the_job(mpi: ModuleType) -> None:
     world = World.start()
     assert world.comm.Get_errhandler() == mpi.ERRORS_RETURN
@@ -63,33 +53,11 @@ def test_errors_raise_instead_of_ending_the_job(mpi: ModuleType) -> None:
     world.close()
 
 
-def test_messages_of_the_user_are_not_touched(mpi: ModuleType) -> None:
-    user = mpi.COMM_WORLD
-    right, left = (user.rank + 1) % user.size, (user.rank - 1) % user.size
-    request = user.isend(("before", user.rank), dest=right, tag=0)
-    world = World.start()
-    ours = world.comm.isend(("ours", world.rank), dest=right, tag=0)
-    assert world.comm.recv(source=left, tag=0) == ("ours", left)
-    ours.wait()
-    world.close()
-    assert user.recv(source=left, tag=0) == ("before", left)
-    request.wait()
-
-
 def test_a_list_gives_the_order_of_ranks(mpi: ModuleType) -> None:
     size = mpi.COMM_WORLD.Get_size()
     world = World.start(list(reversed(range(size))))
     assert world.rank == size - 1 - mpi.COMM_WORLD.Get_rank()
     assert total(world) == size
-    world.close()
-
-
-def test_two_groups_side_by_side(mpi: ModuleType) -> None:
-    rank, size = mpi.COMM_WORLD.Get_rank(), mpi.COMM_WORLD.Get_size()
-    mine = range(rank % 2, size, 2)
-    world = World.start(mine)
-    assert world.size == len(mine) == total(world)
-    assert world.rank == list(mine).index(rank)
     world.close()
 
 
@@ -118,15 +86,6 @@ def test_nodes_can_be_split_for_trials() -> None:
     assert world.homogeneous is (world.size % 2 == 0 or world.size == 1)
     assert world.node_comm.Get_size() == world.local_size
     world.close()
-
-
-@pytest.mark.parametrize("wrong", [3, "01", 2.5, object(), [0, "1"], [0.5]])
-def test_wrong_types(wrong: Any) -> None:
-    with pytest.raises(
-        ValueError,
-        match=r"Invalid type of argument comm\. Expected list of rank integers or mpi4py\.MPI\.Comm object\.",
-    ):
-        World.start(wrong)
 
 
 def test_wrong_lists(mpi: ModuleType) -> None:
@@ -198,19 +157,6 @@ def test_a_spawned_child_of_a_rank_is_refused(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
     with pytest.raises(LaunchError, match="child that multiprocessing started from a rank"):
         World.start()
-
-
-def test_a_forked_child_is_refused() -> None:
-    mpi_library.load_mpi()
-    said = raised_in_child(mpi_library.check_not_forked)
-    assert said.startswith(ForkedProcessError.__name__)
-    assert str(os.getpid()) in said
-    mpi_library.check_not_forked()
-
-
-def test_a_forked_child_cannot_start_a_world() -> None:
-    mpi_library.load_mpi()
-    assert raised_in_child(World.start).startswith(ForkedProcessError.__name__)
 
 
 def test_a_grandchild_is_refused_too() -> None:

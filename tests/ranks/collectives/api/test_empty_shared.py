@@ -144,20 +144,6 @@ def test_in_inference_mode(hvd: ModuleType, direct: list[int]) -> None:
     assert tensor.eq(hvd.size() + 1).all()
 
 
-def test_values_are_private(hvd: ModuleType) -> None:
-    tensor = hvd.empty_shared(1000).fill_(hvd.rank())
-    hvd.barrier()
-    assert tensor.eq(hvd.rank()).all()
-    hvd.barrier()
-
-
-def test_parameters_and_autograd(hvd: ModuleType) -> None:
-    weight = hvd.empty_shared(3, 4).fill_(2.0).requires_grad_()
-    (weight * weight).sum().backward()
-    assert weight.grad is not None
-    assert weight.grad.eq(4.0).all()
-
-
 @pytest.mark.parametrize(
     ("arguments", "shape"),
     [((), ()), ((3,), (3,)), ((2, 3), (2, 3)), (((2, 3),), (2, 3)), ((torch.Size([4]),), (4,)), ((0, 3), (0, 3))],
@@ -176,21 +162,24 @@ def test_sizes_are_given_as_for_torch_empty(
 def test_the_dtype_may_stand_last(hvd: ModuleType, arguments: tuple[object, ...]) -> None:
     tensor = hvd.empty_shared(*arguments, torch.float64)
     assert (tensor.shape, tensor.dtype) == ((2, 3), torch.float64)
-    with pytest.raises(UsageError, match=r"expected one dtype, got torch\.float64 and dtype=torch\.float32"):
-        hvd.empty_shared(*arguments, torch.float64, dtype=torch.float32)
 
 
-@pytest.mark.parametrize("arguments", [(-1,), (2.5,), ("3",), ((2, 3), 4), (None,)], ids=str)
-def test_sizes_that_are_none(hvd: ModuleType, arguments: tuple[object, ...]) -> None:
-    with pytest.raises(UsageError, match="empty_shared: expected numbers"):
-        hvd.empty_shared(*arguments)
-
-
-def test_dtypes_that_are_none(hvd: ModuleType) -> None:
-    with pytest.raises(UsageError, match=r"expected a torch\.dtype, got 'float32'"):
-        hvd.empty_shared(3, dtype="float32")
-    with pytest.raises(UsageError, match="cannot be communicated"):
-        hvd.empty_shared(3, dtype=torch.qint8)
+@pytest.mark.parametrize(
+    ("arguments", "dtype", "text"),
+    [
+        *(((wrong,), None, "empty_shared: expected numbers") for wrong in (-1, 2.5, "3", None)),
+        (((2, 3), 4), None, "empty_shared: expected numbers"),
+        ((2, 3, torch.float64), torch.float32, r"expected one dtype, got torch\.float64 and dtype=torch\.float32"),
+        ((3,), "float32", r"expected a torch\.dtype, got 'float32'"),
+        ((3,), torch.qint8, "cannot be communicated"),
+    ],
+    ids=str,
+)
+def test_sizes_and_dtypes_that_are_none(
+    hvd: ModuleType, arguments: tuple[object, ...], dtype: object, text: str
+) -> None:
+    with pytest.raises(UsageError, match=text):
+        hvd.empty_shared(*arguments, dtype=dtype)
 
 
 @pytest.mark.mpi(min_size=2)
@@ -310,13 +299,3 @@ def test_ranks_that_help_each_other_give_the_same_bits(hvd: ModuleType) -> None:
         hvd.allreduce_(tensor, op=hvd.Average, name="large and shared")
         assert torch.equal(tensor, ordinary), call
     assert torch.equal(hvd.broadcast(tensor, 0, name="large bits"), tensor)
-
-
-@pytest.mark.parametrize("shares", ["all", "some", "none"])
-def test_tensors_of_middling_size_wherever_they_lie(hvd: ModuleType, shares: str) -> None:
-    shared = hvd.empty_shared(100_000)
-    tensor = shared if shares == "all" or (shares == "some" and hvd.rank() % 2) else torch.empty(100_000)
-    for call in range(5):
-        tensor.fill_(hvd.rank() + call)
-        hvd.allreduce_(tensor, op=hvd.Sum, name=f"middling {shares}")
-        assert tensor.eq(sum(range(hvd.size())) + hvd.size() * call).all(), call

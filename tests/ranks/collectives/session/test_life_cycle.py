@@ -77,7 +77,7 @@ def test_ranks_and_nodes(hvd: ModuleType) -> None:
     assert isinstance(hvd.mpi_threads_supported(), bool)
 
 
-@pytest.mark.parametrize("what", [3, "all", 1.5], ids=repr)
+@pytest.mark.parametrize("what", [3, "01", 1.5, [0, "1"], [0.5]], ids=repr)
 def test_what_is_no_communicator_is_refused(stopped: ModuleType, what: object) -> None:
     with pytest.raises(ValueError, match=r"Invalid type of argument comm\. Expected list of rank integers or mpi4py"):
         stopped.init(what)
