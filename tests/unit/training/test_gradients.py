@@ -33,22 +33,6 @@ def test_all_that_has_arrived_is_reduced_where_it_is() -> None:
     assert not arrived.were_exchanged
 
 
-@pytest.mark.parametrize(
-    ("gradient", "changed", "text"),
-    [
-        (None, [], "Those of 'weight' were set to None"),
-        (torch.ones(2), [], "Those of 'weight' were replaced by other tensors"),
-        (torch.ones(2), ["bias"], "Those of 'bias' were changed in place"),
-    ],
-)
-def test_what_the_program_has_exchanged_is_an_error(gradient: Tensor | None, changed: list[str], text: str) -> None:
-    slot = slot_of(gradient, arrived=torch.ones(2))
-    arrived = look_at([slot], [slot.parameter], changed)
-    assert arrived.gradients is None
-    assert arrived.were_exchanged
-    assert text in str(arrived.error)
-
-
 def test_a_gradient_that_has_not_arrived_is_none_of_an_error() -> None:
     slots = [slot_of(None), slot_of(torch.ones(2))]
     arrived = look_at(slots, [slot.parameter for slot in slots], [])
