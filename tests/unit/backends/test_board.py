@@ -231,6 +231,18 @@ def boards(ranks, wake=nothing):
     return [Board(memory, rank, contextlib.nullcontext(), None, wake, 0) for rank in range(ranks)]
 
 
+def test_a_place_is_not_used_again_before_all_are_through_with_it():
+    first, second = boards(2)
+    assert second.offer(0, 1, 1) is None
+    assert first.offer(0, 1, 1) is True
+    assert second.look(0) is True
+    first.finish(0)
+    assert first.is_free(1)
+    assert not first.is_free(RING)
+    second.finish(0)
+    assert first.is_free(RING)
+
+
 def test_the_last_to_come_wakes_those_that_sleep():
     woken = []
     first, second = boards(2, lambda: woken.append(True))
