@@ -133,7 +133,7 @@ def test_a_thread_with_the_number_of_one_that_has_ended_is_another() -> None:
 
 
 def in_backward(ask: Callable[[], bool], over: threading.Event, *, callers: int) -> bool:
-    """What `ask` returns in a thread of autograd, when so many threads of the program wait for a backward pass.
+    """What `ask` returns in a thread of autograd (it has one for each GPU), when so many threads of the program wait.
 
     over: that thread lives until then.
     """

@@ -206,6 +206,7 @@ def test_this_system_has_memory() -> None:
 
 @pytest.fixture
 def memory() -> ProcessMemory:
+    """That of this process: the system makes no difference."""
     return ProcessMemory(os.getpid())
 
 
