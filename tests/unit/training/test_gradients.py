@@ -199,6 +199,16 @@ def test_small_tensors_of_one_owner_and_dtype_share_a_piece() -> None:
     assert [operand.flat.numel() for operand in operands] == [1, 6, 4, SMALL_BYTES // 2]
 
 
+def test_pieces_of_other_owners_are_left_alone() -> None:
+    tensors = [torch.zeros(2), torch.zeros(2)]
+    packing = Packing(tensors, [0, 1])
+    operands = packing.pack(tensors)
+    for operand in operands:
+        operand.flat.fill_(5)
+    packing.unpack(tensors, operands, [1])
+    assert [tensor.tolist() for tensor in tensors] == [[0, 0], [5, 5]]
+
+
 def test_only_the_own_small_tensors_are_copied() -> None:
     tensors = [torch.ones(2), torch.ones(2)]
     packing = Packing(tensors, [0, 1])
