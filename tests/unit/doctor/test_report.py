@@ -13,7 +13,8 @@ from hvlike.doctor.command import main
 from hvlike.doctor.job import Case
 from hvlike.doctor.probe import Gap
 from hvlike.launch import trial
-from hvlike.transport.host.find_mpirun import HYDRA, UNKNOWN, Mpirun
+from hvlike.transport.host.find_mpirun import Mpirun
+from hvlike.transport.host.launcher_table import HYDRA, UNKNOWN
 
 
 def test_the_settings_are_read() -> None:

@@ -29,7 +29,7 @@ def test_all_that_has_arrived_is_reduced_where_it_is() -> None:
     arrived = look_at(slots, [slot.parameter for slot in slots], [])
     assert arrived.gradients is not None
     assert all(found is gradient for found, gradient in zip(arrived.gradients, gradients, strict=True))
-    assert arrived.error is None
+    assert not arrived.were_touched
     assert not arrived.were_exchanged
 
 
@@ -38,7 +38,7 @@ def test_a_gradient_that_has_not_arrived_is_none_of_an_error() -> None:
     arrived = look_at(slots, [slot.parameter for slot in slots], [])
     assert arrived.gradients is None
     assert not arrived.were_exchanged
-    assert arrived.error is None
+    assert not arrived.were_touched
 
 
 def test_a_rank_contributes_what_has_arrived_else_sums_else_zeros() -> None:

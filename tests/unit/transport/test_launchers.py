@@ -15,9 +15,6 @@ from hvlike.errors import LaunchError
 from hvlike.transport.failure.watchdog import init_watchdog
 from hvlike.transport.host import launchers, mpi_library
 from hvlike.transport.host.find_mpirun import (
-    HYDRA,
-    OPEN_MPI,
-    UNKNOWN,
     MpiLibrary,
     ask_mpi_library,
     examine_launcher,
@@ -26,6 +23,7 @@ from hvlike.transport.host.find_mpirun import (
     find_mpirun,
     flags_for,
 )
+from hvlike.transport.host.launcher_table import HYDRA, OPEN_MPI, UNKNOWN
 from hvlike.transport.host.mpi_library import EAGER_LIMIT, eager_bytes
 
 PMI2_OF_SLURM = {"PMI_SIZE": "2", "PMI_RANK": "1", "SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1"}
