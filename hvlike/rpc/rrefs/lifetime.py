@@ -63,14 +63,16 @@ class Ticket(NamedTuple):
         return cls(GlobalId(*numbers[:2]), numbers[2], GlobalId(*numbers[3:5]), parent)
 
 
-REGISTER, REGISTERED, ACCEPTED, DELETE, DROPPED = 30, 31, 32, 33, 34
+REGISTER, REGISTERED, ACCEPTED, DELETE, DROPPED, CREATION_QUERY, CREATED = NOTICES = range(30, 37)
 """Kinds of notices.
 
-REGISTER    user -> owner       this worker has the fork now                               (RRef, fork)
-REGISTERED  owner -> user       the owner knows the fork                                   (fork,)
-ACCEPTED    receiver -> sender  the parent need not vouch for the child any more           (parent, child)
-DELETE      user -> owner       the fork is gone                                           (RRef, fork)
-DROPPED     user -> itself      from the finalizer of the RRef object                      (fork,)
+REGISTER        user -> owner       this worker has the fork now                               (RRef, fork)
+REGISTERED      owner -> user       the owner knows the fork                                   (fork,)
+ACCEPTED        receiver -> sender  the parent need not vouch for the child any more           (parent, child)
+DELETE          user -> owner       the fork is gone                                           (RRef, fork)
+DROPPED         user -> itself      from the finalizer of the RRef object                      (fork,)
+CREATION_QUERY  owner -> creator    a worker is lost, and the value is not there: will it be?  (RRef,)
+CREATED         creator -> owner    it was there: nobody vouched for it any more               (RRef,)
 """
 
 
@@ -111,7 +113,7 @@ class OwnedValue:
     @property
     def is_needed(self) -> bool:
         """True while somebody may ask for it by its name."""
-        return not self.settled or bool(self.holders)
+        return not self.settled or bool(self.holders or self.deleted)
 
 
 @dataclass(eq=False, slots=True)
@@ -140,6 +142,11 @@ class Fork:
     sender: int | None = None  # Rank that sent it, if that is a user: to be told when the owner knows this fork
     parent: GlobalId | None = None  # The sender's fork
     waiting: list[ConfirmationWait] = field(default_factory=list)  # What starts when it is confirmed
+
+    @property
+    def is_creation(self) -> bool:
+        """True while the call that creates the value has not ended."""
+        return self.sender is None and not self.confirmed
 
     def __str__(self) -> str:
         return f"UserRRef(rref_id={self.rref}, fork_id={self.id})"
@@ -203,6 +210,14 @@ class Lifetime:
             self._tell(source, REGISTERED, more[0])
         elif kind == DELETE:
             self._delete(first, more[0])
+        elif kind == CREATION_QUERY:
+            if not any(each.rref == first and each.is_creation for each in self.forks.values()):
+                self._tell(source, CREATED, first)
+        elif kind == CREATED:
+            entry = self.owned.get(first)
+            # A creation that the deletion of its fork has overtaken is still to come.
+            if entry is not None and not entry.created and not entry.deleted:
+                self.settle(entry, None, self.no_creations[self.rank])
         elif fork is not None and kind == ACCEPTED:
             self._accept(fork, more[0])
         elif fork is not None and kind == REGISTERED:
@@ -225,8 +240,10 @@ class Lifetime:
         for entry in list(self.owned.values()):
             for held in [held for held, holder in entry.holders.items() if holder == rank]:
                 del entry.holders[held]
-            if not entry.created and entry.id.created_on == rank:
-                self.settle(entry, None, failure)
+            if entry.id.created_on == rank:
+                entry.deleted.clear()
+            if not entry.created:
+                self._expect_creation(entry)
             self._free_unneeded(entry)
 
     def end(self, failure: Exception) -> None:
@@ -250,6 +267,7 @@ class Lifetime:
             self._share(entry, fork, rank)
         if self._over is not None:
             self.settle(entry, None, self._over)
+        self._free_unneeded(entry)
         return entry
 
     def find(self, rref: GlobalId) -> OwnedValue:
@@ -257,17 +275,28 @@ class Lifetime:
         entry = self.owned.get(rref)
         if entry is None:
             entry = self.owned[rref] = OwnedValue(rref)
-            failure = self._over or self.no_creations.get(rref.created_on)
-            if failure is not None:
-                self.settle(entry, None, failure)
+            if self._over is not None:
+                self.settle(entry, None, self._over)
+            else:
+                self._expect_creation(entry)
         return entry
+
+    def _expect_creation(self, entry: OwnedValue) -> None:
+        """The creation is on its way, or never comes: where a worker is lost, who sent the RRef on may not have vouched
+        for it until its message was here, and the value may have been freed.
+        """
+        failure = self.no_creations.get(entry.id.created_on)
+        if failure is not None:
+            self.settle(entry, None, failure)
+        elif self.lost:
+            self._tell(entry.id.created_on, CREATION_QUERY, entry.id)
 
     def settle(self, entry: OwnedValue, value: Any, failure: Any) -> None:
         """The value is computed, or will never be. A second call does nothing."""
         if entry.settled:
             return
         entry.value, entry.failure = value, failure
-        entry.created = entry.settled = True
+        entry.settled = True
         self._effects.answers.extend(entry.waiting)
         entry.waiting.clear()
         self._free_unneeded(entry)
@@ -284,6 +313,12 @@ class Lifetime:
         if fork in entry.deleted:
             entry.deleted.remove(fork)
         elif rank not in self.lost:
+            heard = self.owned.get(entry.id, entry)
+            if heard is not entry:
+                # An RRef object here has held the value while others have told of it again.
+                entry.holders.update(heard.holders)
+                heard.events = entry.events
+                self.settle(heard, entry.value, entry.failure)
             self.owned[entry.id] = entry
             entry.holders[fork] = rank
 
@@ -299,7 +334,8 @@ class Lifetime:
         self._unshare(entry, fork)
 
     def _free_unneeded(self, entry: OwnedValue) -> None:
-        if not entry.is_needed and self.owned.pop(entry.id, None) is not None:
+        if not entry.is_needed and self.owned.get(entry.id) is entry:
+            del self.owned[entry.id]
             self._effects.freed.append(entry)
 
     # -- as user ------------------------------------------------------------------------------

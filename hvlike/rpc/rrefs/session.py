@@ -21,11 +21,8 @@ from hvlike.errors import RpcError
 from hvlike.rpc.agent.agent import Agent
 from hvlike.rpc.agent.calls import not_sent, pack_answer, run_when_confirmed
 from hvlike.rpc.rrefs.lifetime import (
-    ACCEPTED,
-    DELETE,
     DROPPED,
-    REGISTER,
-    REGISTERED,
+    NOTICES,
     Fork,
     GlobalId,
     Lifetime,
@@ -73,7 +70,7 @@ class RRefSession:
         self.lifetime = Lifetime(agent.rank)
         self.is_over = False  # True from shutdown on: RRefs of this session cannot be used any more
         self._lock = system.RLock()
-        for kind in (REGISTER, REGISTERED, ACCEPTED, DELETE, DROPPED):
+        for kind in NOTICES:
             agent.hear(kind, partial(self._hear, kind))
         agent.when_confirmed = self.when_confirmed
         agent.when_lost.append(self._forget)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
@@ -32,8 +33,8 @@ class World:
         """The one entry each value ever had."""
         self.carried: list[tuple[GlobalId, int]] = []
         """RRefs inside messages that carry one, and their owners."""
-        self.unanswered = 0
-        """Fetches without an answer."""
+        self.unanswered: Counter[tuple[int, int]] = Counter()
+        """Fetches without an answer: who has asked whom."""
         self.unconfirmed = 0
         """Forks whose receiver waits for their confirmation."""
         self.lost: int | None = None
@@ -43,7 +44,7 @@ class World:
 
     def local(self, rank: int) -> None:
         """RRef(value)."""
-        entry = OwnedValue(self.workers[rank].new_id())
+        entry = OwnedValue(self.workers[rank].new_id(), created=True)
         self.workers[rank].settle(entry, "local", None)
         self.made[entry.id] = entry
         self.held.append((rank, entry))
@@ -78,8 +79,8 @@ class World:
         """to_here, whose caller may give up and drop the RRef before the request has arrived."""
         rank, fork = held
         if isinstance(fork, Fork):
-            self.unanswered += 1
-            self.flying.append(Step(rank, fork.owner, partial(self._fetch, fork), overtakes=False))
+            self.unanswered[rank, fork.owner] += 1
+            self.flying.append(Step(rank, fork.owner, partial(self._fetch, fork, rank), overtakes=False))
 
     def drop(self, held: tuple[int, OwnedValue | Fork]) -> None:
         """The finaliser of an RRef object."""
@@ -90,13 +91,27 @@ class World:
 
     def lose(self, rank: int) -> None:
         """A worker is gone, with all that it was doing and all messages to and from it."""
+        self._end(rank)
+        self.flying = [step for step in self.flying if rank != step.source]
+        for survivor in self.survivors():
+            self._forget(survivor)
+
+    def leave(self, rank: int) -> None:
+        """A worker has left: what it has sent still arrives, and after its notices each of the others hears of it."""
+        self._end(rank)
+        for survivor in self.survivors():
+            self.flying.append(Step(rank, survivor, partial(self._forget, survivor), overtakes=False))
+
+    def _end(self, rank: int) -> None:
         self.lost = rank
         self.held = [held for held in self.held if held[0] != rank]
-        self.flying = [step for step in self.flying if rank not in (step.source, step.to)]
+        self.flying = [step for step in self.flying if rank != step.to]
         self.running = [step for step in self.running if step.to != rank]
-        for survivor in self.survivors():
-            self.workers[survivor].forget(rank, RuntimeError("lost"))
-            self._carry_out(survivor)
+
+    def _forget(self, survivor: int) -> None:
+        assert self.lost is not None
+        self.workers[survivor].forget(self.lost, RuntimeError("lost"))
+        self._carry_out(survivor)
 
     def survivors(self) -> list[int]:
         """The workers that are there."""
@@ -127,12 +142,13 @@ class World:
             if rref in self.made:
                 assert self.workers[owner].owned.get(rref) is self.made[rref]
 
-    def check_empty(self) -> None:
+    def check_empty(self, where: str = "") -> None:
         """Nothing is left: every value was freed, every wait has ended."""
         for rank in self.survivors():
-            assert not self.workers[rank].owned
-            assert not self.workers[rank].forks
-        assert self.lost is not None or (self.unanswered, self.unconfirmed, self.carried) == (0, 0, [])
+            assert not self.workers[rank].owned, where
+            assert not self.workers[rank].forks, where
+        assert not [pair for pair, number in self.unanswered.items() if number and self.lost not in pair], where
+        assert self.lost is not None or (self.unconfirmed, self.carried) == (0, []), where
 
     # -- what arrives -----------------------------------------------------------------------------
 
@@ -172,13 +188,13 @@ class World:
         if self.lost is None:
             assert fork.id in self.workers[fork.owner].owned[fork.rref].holders
 
-    def _fetch(self, fork: Fork) -> None:
+    def _fetch(self, fork: Fork, source: int) -> None:
         entry = self.workers[fork.owner].find(fork.rref)
-        self.workers[fork.owner].when_settled(entry, self._answered)
+        self.workers[fork.owner].when_settled(entry, partial(self._answered, source, fork.owner))
         self._carry_out(fork.owner)
 
-    def _answered(self) -> None:
-        self.unanswered -= 1
+    def _answered(self, source: int, owner: int) -> None:
+        self.unanswered[source, owner] -= 1
 
     def _notify(self, rank: int, to: int, kind: int, value: tuple[object, ...]) -> None:
         self.flying.append(Step(rank, to, partial(self._hear, to, kind, rank, value), overtakes=False))
