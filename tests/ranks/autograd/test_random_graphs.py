@@ -14,6 +14,8 @@ from support.autograd.random_graphs import Expected, Key, Modules, difference, f
 from support.autograd.random_graphs import run_over_workers as run
 from support.autograd.random_programs import draw_program
 
+pytestmark = pytest.mark.differs_by_ranks(2)
+
 SEEDS = {1: range(10), 2: range(80), 3: range(240, 300)}
 """By number of workers; simulated jobs have others."""
 TOLERANCE = 1e-6

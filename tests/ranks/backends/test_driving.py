@@ -23,6 +23,8 @@ from hvlike.transport.host import topology
 from hvlike.transport.loop.coroutine import Coroutine, Wait
 from hvlike.transport.loop.spin import SpinPolicy
 
+pytestmark = [pytest.mark.differs_by_ranks(2, 4), pytest.mark.rests_on_mpi]
+
 ELEMENTS = 1000
 
 

@@ -18,7 +18,7 @@ from hvlike.collectives.session.context import current
 from hvlike.errors import HorovodInternalError
 from hvlike.transport.loop.coroutine import Coroutine
 
-pytestmark = pytest.mark.mpi(min_size=3)
+pytestmark = [pytest.mark.mpi(min_size=3), pytest.mark.differs_by_ranks(4)]
 
 SHAPES = (5, 300, 70_000)
 

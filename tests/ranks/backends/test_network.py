@@ -17,6 +17,8 @@ from hvlike.transport.loop.coroutine import Coroutine, T
 from hvlike.transport.memory.dtypes import TABLE, dtype_name, raw_view
 from hvlike.transport.memory.never_freed import ABANDONED_REQUEST, kept_forever
 
+pytestmark = [pytest.mark.differs_by_ranks(2, 4), pytest.mark.rests_on_mpi]
+
 
 def supports(op: ReduceOp, dtype: torch.dtype) -> bool:
     try:

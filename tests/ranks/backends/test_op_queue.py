@@ -18,6 +18,8 @@ from hvlike.collectives.session.context import current
 from hvlike.errors import MismatchError
 from hvlike.transport.loop.coroutine import Coroutine, Wait
 
+pytestmark = [pytest.mark.differs_by_ranks(2, 4), pytest.mark.rests_on_mpi]
+
 
 def values(rank: int, length: int, dtype: torch.dtype) -> torch.Tensor:
     generator = torch.Generator().manual_seed(1000 * rank + length)

@@ -23,7 +23,7 @@ from hvlike.transport.memory.never_freed import ABANDONED_REDUCTION, kept_foreve
 SHAPES = [(7,), (3, 5), (), (0, 2), (100, 150), (300, 400), *[(3 + 17 * index,) for index in range(300)]]
 """Short ones, a long one, a scalar and an empty one."""
 
-pytestmark = pytest.mark.mpi(min_size=2)
+pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.differs_by_ranks(2, 4), pytest.mark.rests_on_mpi]
 
 STEPS = 4
 

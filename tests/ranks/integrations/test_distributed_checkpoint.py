@@ -17,6 +17,8 @@ import hvlike
 from hvlike.errors import UsageError
 from hvlike.integrations.distributed_checkpoint import load, save
 
+pytestmark = pytest.mark.differs_by_ranks(2)
+
 
 class Model(nn.Module):
     """A frozen parameter, buffers, a name that begins like another, and something that is no tensor."""

@@ -5,7 +5,11 @@ import sys
 from importlib.metadata import version
 from pathlib import Path
 
+import pytest
+
 import hvlike
+
+pytestmark = [pytest.mark.differs_by_ranks(2), pytest.mark.rests_on_mpi]
 
 ROOT = Path(__file__).resolve().parents[3]
 

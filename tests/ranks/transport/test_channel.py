@@ -12,6 +12,8 @@ from hvlike.collectives.session.context import current
 from hvlike.transport.fabric import Fabric
 from hvlike.transport.messages.channel import INLINE_BYTES, Mailbox
 
+pytestmark = [pytest.mark.differs_by_ranks(2, 4), pytest.mark.rests_on_mpi]
+
 TOPIC = 900
 
 

@@ -19,6 +19,8 @@ from hvlike.transport.memory import process_memory
 from hvlike.transport.memory.doorbell import Fence
 from hvlike.transport.messages.direct_copy import LEAST_BYTES, SLOT_WORDS, DirectCopies
 
+pytestmark = [pytest.mark.differs_by_ranks(2, 4), pytest.mark.rests_on_mpi]
+
 TOPIC = 901
 
 

@@ -13,6 +13,8 @@ import torch
 from hvlike.collectives.session.context import current
 from hvlike.transport.messages.traffic import CountedComm, Sent, Traffic
 
+pytestmark = [pytest.mark.differs_by_ranks(2, 4), pytest.mark.rests_on_mpi]
+
 
 def sent_during(work: Any) -> Sent:
     before = current().fabric.traffic.snapshot()

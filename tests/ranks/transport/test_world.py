@@ -15,6 +15,8 @@ from hvlike.transport.failure import guard
 from hvlike.transport.host import mpi_library
 from hvlike.transport.world import World
 
+pytestmark = [pytest.mark.differs_by_ranks(2, 4), pytest.mark.rests_on_mpi]
+
 
 @pytest.fixture(autouse=True)
 def no_guard(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,8 @@ from torch import Tensor
 
 from hvlike.errors import MismatchError, UsageError
 
+pytestmark = pytest.mark.differs_by_ranks(2, 4)
+
 SHAPES = ((5, 3), (), (0,), (1,), (2, 3, 4, 5), (300, 301))
 
 Form = Callable[[ModuleType, list[Tensor]], Sequence[Tensor]]

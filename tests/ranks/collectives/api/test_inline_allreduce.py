@@ -13,7 +13,7 @@ from support.pretended_nodes import nodes_of
 from hvlike.collectives.controller.inline_calls import inline_allreduces
 from hvlike.errors import MismatchError
 
-pytestmark = pytest.mark.mpi(min_size=2)
+pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.differs_by_ranks(2)]
 
 CALLS = 80
 """More than are spared after refusals (MOST_SPARING)."""

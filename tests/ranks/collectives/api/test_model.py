@@ -20,6 +20,8 @@ from support.pretended_nodes import WAYS, going
 
 from hvlike import Adasum, ProcessSet
 
+pytestmark = [pytest.mark.differs_by_ranks(2, 4), pytest.mark.rests_on_mpi]
+
 FACTORS = [(1.0, 1.0), (0.5, 1.0), (1.0, 2.0), (2.0, 0.5), (3, 1)]
 MOST = 8
 """Operations at once."""

@@ -13,6 +13,8 @@ from hvlike.collectives.api.objects import allgather_object, broadcast_object
 from hvlike.collectives.api.outcome import settle
 from hvlike.errors import HorovodInternalError, StateError, UsageError
 
+pytestmark = pytest.mark.rests_on_mpi
+
 OBJECTS: list[Any] = [
     None,
     0,

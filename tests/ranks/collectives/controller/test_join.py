@@ -11,6 +11,8 @@ from torch import nn
 from hvlike.errors import HorovodInternalError
 from hvlike.training.distributed_optimizer import DistributedOptimizer
 
+pytestmark = [pytest.mark.differs_by_ranks(2), pytest.mark.rests_on_mpi]
+
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.int8, torch.int64, torch.bool, torch.complex64)
 
 

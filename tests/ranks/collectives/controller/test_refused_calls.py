@@ -10,6 +10,8 @@ import torch
 from hvlike.collectives.api.gather_scatter import allgather
 from hvlike.errors import DuplicateNameError, UsageError
 
+pytestmark = [pytest.mark.differs_by_ranks(2), pytest.mark.rests_on_mpi]
+
 REFUSED: dict[str, tuple[Callable[[ModuleType], Any], str]] = {
     "no such op": (
         lambda hvd: hvd.allreduce(torch.ones(2), op=99),

@@ -15,6 +15,8 @@ from hvlike.collectives.api.gather_scatter import allgather, allgather_async
 from hvlike.collectives.requests.request import find_call_site
 from hvlike.collectives.session.context import current
 
+pytestmark = [pytest.mark.differs_by_ranks(2), pytest.mark.rests_on_mpi]
+
 SUMMABLE = tuple(dtype for dtype in DTYPES if dtype is not torch.bool)
 
 

@@ -7,6 +7,8 @@ import torch
 
 from hvlike.backends.cuda.nccl import describe
 
+pytestmark = [pytest.mark.differs_by_ranks(2), pytest.mark.rests_on_mpi]
+
 
 def test_mpi_carries_everything_and_nothing_else_does(hvd: ModuleType) -> None:
     assert hvd.mpi_built() is True

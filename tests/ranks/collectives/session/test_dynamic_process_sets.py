@@ -12,6 +12,8 @@ import torch
 from hvlike.collectives.requests.process_set import ProcessSet
 from hvlike.errors import MismatchError, ShutdownError
 
+pytestmark = [pytest.mark.differs_by_ranks(2), pytest.mark.rests_on_mpi]
+
 
 def test_a_set_of_ranks_works_until_it_is_removed(hvd: ModuleType) -> None:
     ranks = list(range(0, hvd.size(), 2))

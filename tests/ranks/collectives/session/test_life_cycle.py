@@ -9,6 +9,8 @@ from support.children import raised_in_child
 
 from hvlike.errors import HorovodInternalError, NotInitializedError, UsageError
 
+pytestmark = [pytest.mark.differs_by_ranks(2), pytest.mark.rests_on_mpi]
+
 
 @pytest.fixture
 def stopped(hvd: ModuleType) -> Iterator[ModuleType]:

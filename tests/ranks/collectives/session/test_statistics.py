@@ -9,6 +9,8 @@ import torch
 from hvlike.collectives.api.statistics import Statistics
 from hvlike.observe.counters import Counters, Moved, Waits
 
+pytestmark = [pytest.mark.differs_by_ranks(2), pytest.mark.rests_on_mpi]
+
 
 def since(hvd: ModuleType, before: Statistics, kind: str) -> tuple[int, int]:
     """Operations and bytes of a kind, whichever way they went."""

@@ -13,6 +13,8 @@ import torch
 
 from hvlike.observe.recorder import path_of_rank
 
+pytestmark = [pytest.mark.differs_by_ranks(2), pytest.mark.rests_on_mpi]
+
 Event = dict[str, Any]
 
 

@@ -32,6 +32,8 @@ from hvlike import checkpoint
 from hvlike.elastic import TorchState
 from hvlike.nn import DistributedDataParallel as OfHvlike
 
+pytestmark = pytest.mark.differs_by_ranks(2)
+
 Future = torch.futures.Future[Tensor]
 Wrapper = Callable[..., Any]
 

@@ -13,6 +13,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.parallel import DistributedDataParallel
 
+pytestmark = pytest.mark.differs_by_ranks(2)
+
 
 @pytest.fixture(autouse=True)
 def forgotten() -> Iterator[None]:

@@ -21,6 +21,8 @@ from support.training.problem import loss_of
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+pytestmark = pytest.mark.differs_by_ranks(2)
+
 OPTIONS: list[dict[str, Any]] = [
     {},
     {"find_unused_parameters": True},

@@ -28,6 +28,8 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn import functional
 
+pytestmark = pytest.mark.differs_by_ranks(2)
+
 
 @pytest.fixture
 def mesh() -> DeviceMesh:

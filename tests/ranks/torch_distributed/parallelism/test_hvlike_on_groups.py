@@ -27,7 +27,7 @@ from hvlike.join import Join
 from hvlike.nn import DistributedDataParallel, allreduce_hook
 from hvlike.optim import ZeroRedundancyOptimizer
 
-pytestmark = pytest.mark.mpi(min_size=2)
+pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.differs_by_ranks(2)]
 
 
 @pytest.fixture

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+pytestmark = pytest.mark.differs_by_ranks(2)
+
 CHUNKS = 12  # Micro-batches, a multiple of 1 to 4 ranks
 SCHEDULES = {  # And how many stages each rank has
     "ScheduleGPipe": 1,

@@ -48,6 +48,8 @@ from torch.distributed.fsdp import (
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.nn.parallel import DistributedDataParallel
 
+pytestmark = pytest.mark.differs_by_ranks(2)
+
 CPU = torch.device("cpu")
 wrap = partial(
     FullyShardedDataParallel, device_id=CPU, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}), use_orig_params=True

@@ -8,6 +8,8 @@ import torch
 from support.training.problem import same_on_all_ranks
 from torch import Tensor, nn
 
+pytestmark = pytest.mark.differs_by_ranks(2)
+
 FEATURES = 5
 SHAPES = {2: (), 3: (7,), 4: (3, 4), 5: (2, 3, 2)}
 LAYERS = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d, 5: nn.BatchNorm3d}

@@ -14,6 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 from hvlike.errors import ShapeMismatchError, UsageError
 
+pytestmark = pytest.mark.differs_by_ranks(2)
+
 
 def make_model() -> nn.Sequential:
     """A model with two batch normalisations; the same weights on every rank."""

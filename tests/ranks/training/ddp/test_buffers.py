@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from hvlike.errors import HorovodInternalError, MismatchError, UsageError
 from hvlike.nn import DistributedDataParallel
 
+pytestmark = pytest.mark.differs_by_overlap
+
 
 class Counting(nn.Module):
     """Counts calls, by the number of the rank plus one; keeps buffers of many kinds."""

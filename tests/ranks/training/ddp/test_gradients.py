@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 from hvlike.nn import DistributedDataParallel
 
+pytestmark = pytest.mark.differs_by_overlap
+
 
 def loss_of(result: Tensor) -> Tensor:
     return result.square().mean()

@@ -16,6 +16,8 @@ from hvlike.elastic import TorchState
 from hvlike.nn import DistributedDataParallel
 from hvlike.training.sync_batch_norm import convert_sync_batchnorm
 
+pytestmark = pytest.mark.differs_by_ranks(2)
+
 
 def compare(hvd: ModuleType, network: nn.Module | Callable[..., Tensor], module: nn.Module, alone: nn.Module) -> None:
     for step in range(3):

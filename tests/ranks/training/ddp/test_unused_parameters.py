@@ -10,6 +10,8 @@ from torch import Tensor
 from hvlike.errors import DataParallelError
 from hvlike.nn import DistributedDataParallel
 
+pytestmark = pytest.mark.differs_by_overlap
+
 
 def run(ddp: DistributedDataParallel, used: str) -> None:
     ddp(inputs(), used).square().mean().backward()

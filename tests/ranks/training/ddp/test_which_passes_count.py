@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from hvlike.errors import DataParallelError
 from hvlike.nn import DistributedDataParallel
 
+pytestmark = pytest.mark.differs_by_overlap
+
 Pass = Callable[[nn.Module, nn.Module, Tensor], object]
 
 

@@ -10,6 +10,8 @@ from support.training.pretended_loss import COMMIT, after_loss, give_back
 
 from hvlike.training.elastic.local_state import LocalStates
 
+pytestmark = pytest.mark.differs_by_ranks(2)
+
 
 class Part:
     """Remembers what it is given."""

@@ -14,6 +14,8 @@ from torch import Tensor, nn
 
 from hvlike.nn import DistributedDataParallel
 
+pytestmark = pytest.mark.differs_by_overlap
+
 Change = Callable[[int, nn.Sequential], None]
 
 

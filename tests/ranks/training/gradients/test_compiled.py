@@ -19,7 +19,8 @@ from torch.amp import GradScaler
 import hvlike
 from hvlike.join import Join
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # What torch.compile warns about its own doings
+# Ignored: what torch.compile warns about its own doings.
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.differs_by_ranks(2)]
 
 
 def wrap(way: str, wrapper: Mapping[str, Any] | None = None) -> Wrapped:

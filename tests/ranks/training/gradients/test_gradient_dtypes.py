@@ -16,6 +16,8 @@ from hvlike.errors import MismatchError
 from hvlike.join import Join
 from hvlike.optim import ZeroRedundancyOptimizer
 
+pytestmark = pytest.mark.differs_by_overlap
+
 has_grad_dtype = pytest.mark.skipif(not hasattr(torch.zeros(1), "grad_dtype"), reason="torch before 2.10")
 
 STEP = 2.0**-7

@@ -14,6 +14,8 @@ from torch.optim import AdamW
 
 from hvlike.join import Join
 
+pytestmark = pytest.mark.differs_by_overlap
+
 KEYWORDS: dict[str, Any] = {"lr": 0.1, "weight_decay": 0.5}
 
 

@@ -9,6 +9,8 @@ import pytest
 import torch
 from torch import nn
 
+pytestmark = pytest.mark.differs_by_overlap
+
 
 @pytest.mark.mpi(min_size=2)
 def test_gradients_are_reduced_before_anybody_asks(

@@ -18,6 +18,8 @@ from hvlike.collectives.compression import Compression
 from hvlike.join import Join
 from hvlike.training.distributed_optimizer import DistributedOptimizer, clip_grad_norm_
 
+pytestmark = [pytest.mark.differs_by_ranks(2), pytest.mark.differs_by_overlap]
+
 # Schedules of inputs by way; of three ways every other pair, so that each meets each model, schedule and option.
 WAYS = {"ddp": [0, 1], "optimizer": [0], "optimizer, no_sync": [1], "zero": [0], "ddp, zero": [1]}
 

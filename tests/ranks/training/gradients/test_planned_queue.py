@@ -16,6 +16,8 @@ from hvlike.errors import MismatchError
 from hvlike.training.gradients.planned_queue import PlannedQueue
 from hvlike.transport.loop.coroutine import Coroutine, Wait
 
+pytestmark = [pytest.mark.differs_by_ranks(2), pytest.mark.rests_on_mpi, pytest.mark.differs_by_overlap]
+
 
 def adding(tensor: torch.Tensor, size: int, *, active: bool) -> CountingJob:
     """A job that sums a tensor up over the ranks."""

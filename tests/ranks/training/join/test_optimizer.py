@@ -14,6 +14,8 @@ from torch import Tensor, nn
 
 from hvlike.join import Join
 
+pytestmark = pytest.mark.differs_by_overlap
+
 
 def model_of(seed: int = 0) -> nn.Module:
     torch.manual_seed(seed)

@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from hvlike.training.distributed_optimizer import DistributedOptimizer
 from hvlike.training.gradients.grad_state import Phase
 
+pytestmark = pytest.mark.differs_by_overlap
+
 
 def make(passes: int = 1) -> tuple[nn.Module, DistributedOptimizer]:
     model = make_model()

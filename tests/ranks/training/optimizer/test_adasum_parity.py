@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from hvlike.collectives.compression import Compression
 from hvlike.training.distributed_optimizer import DistributedOptimizer
 
+pytestmark = pytest.mark.differs_by_ranks(2, 4)
+
 STEPS = 4
 
 Batch = tuple[Tensor, Tensor]

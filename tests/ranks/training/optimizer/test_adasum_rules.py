@@ -13,6 +13,8 @@ from torch import nn
 from hvlike.errors import MismatchError, UsageError
 from hvlike.training.distributed_optimizer import DistributedOptimizer, clip_grad_norm_
 
+pytestmark = pytest.mark.differs_by_ranks(2, 4)
+
 
 def make(hvd: ModuleType, **options: Any) -> tuple[nn.Module, Any]:
     model = make_model()

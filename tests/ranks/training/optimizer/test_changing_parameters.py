@@ -15,6 +15,8 @@ from hvlike.errors import MismatchError, UsageError
 from hvlike.training.distributed_optimizer import DistributedOptimizer
 from hvlike.training.gradients.grad_state import Phase
 
+pytestmark = pytest.mark.differs_by_overlap
+
 
 def test_gradients_of_an_added_group_are_reduced_during_backward(hvd: ModuleType) -> None:
     model = make_model()

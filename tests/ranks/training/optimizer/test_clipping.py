@@ -12,6 +12,8 @@ from hvlike.collectives.api.objects import allgather_object
 from hvlike.errors import UsageError
 from hvlike.training.distributed_optimizer import DistributedOptimizer, clip_grad_norm_
 
+pytestmark = pytest.mark.differs_by_overlap
+
 
 @pytest.mark.parametrize("norm_type", [2.0, 1.0, float("inf")])
 @pytest.mark.parametrize(

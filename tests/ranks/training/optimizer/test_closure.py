@@ -12,6 +12,8 @@ from torch import Tensor
 from hvlike.collectives.api.objects import allgather_object
 from hvlike.training.distributed_optimizer import DistributedOptimizer, clip_grad_norm_
 
+pytestmark = pytest.mark.differs_by_overlap
+
 
 def make(cls: Any, **options: Any) -> tuple[torch.nn.Module, Any]:
     model = make_model().double()

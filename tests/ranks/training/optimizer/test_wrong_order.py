@@ -13,6 +13,8 @@ from hvlike.backends.arithmetic.reduce_op import ReduceOp
 from hvlike.errors import UsageError
 from hvlike.training.distributed_optimizer import DistributedOptimizer, clip_grad_norm_
 
+pytestmark = pytest.mark.differs_by_overlap
+
 
 def make(passes: int = 1) -> tuple[nn.Module, DistributedOptimizer]:
     model = make_model()

@@ -12,6 +12,8 @@ from hvlike.errors import UsageError
 from hvlike.nn import DistributedDataParallel, allreduce_hook, fp16_compress_hook
 from hvlike.optim import ZeroRedundancyOptimizer, hook_with_zero_step, hook_with_zero_step_interleaved
 
+pytestmark = pytest.mark.differs_by_overlap
+
 INPUTS = 5
 KEYWORDS = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.001}
 
