@@ -7,7 +7,7 @@ takes the steps of a call (backends/op_queue.py). Calls are held there as long a
     asynchronous, a core to spare   not held: the loop takes it at once
     the caller waits                started by the caller, in whichever thread it is: the main one, one of autograd's
     asynchronous, no core           started by the caller, who drives it as long as it moves; then the loop has it
-    the same, in a backward         held: the loop would take the core from the backward. Started by the end of that
+    the same, in a node of backward held: the loop would take the core from the backward. Started by the end of that
                                     (`_Backward`), by any thread that waits for it, by the next call that is not held,
                                     by a look at `is_completed`, or by the watchdog, a few times a second in the loop
 
@@ -123,7 +123,8 @@ class CallQueue:
         torch's DDP then waits for its buckets in C++, but only after what is called back here has driven them.
         """
         number = torch._C._current_graph_task_id()
-        if number == -1:
+        # A hook of hvlike's DDP is called when the last node has run: nothing is left that this call could disturb.
+        if number == -1 or torch._C._current_autograd_node() is None:
             return False
         backward = self._backward
         if backward is None or backward.number != number:

@@ -4,6 +4,7 @@ Imports of torch's hooks are in the tests: they take half a second, which every 
 """
 
 import pickle
+import time
 from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
@@ -31,6 +32,7 @@ import hvlike as hvd
 from hvlike import checkpoint
 from hvlike.elastic import TorchState
 from hvlike.nn import DistributedDataParallel as OfHvlike
+from hvlike.torch_distributed.calls import CallQueue
 
 pytestmark = pytest.mark.differs_by_ranks(2)
 
@@ -96,6 +98,24 @@ def test_local_sgd_averages_in_halves_and_now_and_then_over_all() -> None:
         optimizer = PostLocalSGDOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), averager)
         train(model, optimizer, steps=range(8))
     assert same_on_all_ranks(model.parameters())
+
+
+def test_a_hook_of_hvlikes_may_wait_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its calls begin at once. Once they were held as in a backward, for a quarter of a second."""
+    monkeypatch.setattr(CallQueue, "flush", lambda queue: None)
+
+    def waiting(_: object, bucket: Any) -> Tensor:
+        future = dist.all_reduce(bucket.buffer(), async_op=True).get_future()
+        end = time.monotonic() + 30
+        while not future.done() and time.monotonic() < end:
+            time.sleep(1e-3)
+        assert future.done()
+        return bucket.buffer() / dist.get_world_size()
+
+    model = OfHvlike(model_of())
+    model.register_comm_hook(None, waiting)
+    train(model, sgd(model.parameters()))
+    assert_equal(model, trained_alone())
 
 
 # -- PowerSGD --------------------------------------------------------------------------------------------------
