@@ -5,7 +5,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 from support.job import CHECKOUT, MODULE, STARTUP, run_job
+
+pytestmark = pytest.mark.in_turn(1)
 
 SHARED_MEMORY = Path("/dev/shm")
 OTHERS_SECONDS = 60.0

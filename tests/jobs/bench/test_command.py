@@ -11,6 +11,8 @@ from support.job import MODULE, job_environment, run_job
 
 from hvlike.bench.allreduce import RATIOS
 
+pytestmark = pytest.mark.in_turn(4)
+
 
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_json_has_every_contestant_and_ratio(ranks: int, output_of: Callable[[str], str]) -> None:

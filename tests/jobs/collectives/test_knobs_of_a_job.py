@@ -2,7 +2,10 @@
 
 import re
 
+import pytest
 from support.job import run_job
+
+pytestmark = pytest.mark.in_turn(2)
 
 PROGRAM = """
 import os

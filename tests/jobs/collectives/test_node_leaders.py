@@ -5,7 +5,7 @@ import re
 import pytest
 from support.job import IS_OPEN_MPI, Job, run_job
 
-pytestmark = [pytest.mark.in_turn(2), pytest.mark.together]
+pytestmark = [pytest.mark.in_turn(1), pytest.mark.together]
 
 TWO_NODES = {"HVLIKE_RANKS_PER_NODE": "2"}
 

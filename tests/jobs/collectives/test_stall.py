@@ -5,7 +5,7 @@ import re
 import pytest
 from support.job import Job, run_job
 
-pytestmark = pytest.mark.together
+pytestmark = [pytest.mark.in_turn(2), pytest.mark.together]
 
 # Starts one after the other; each line that the reports name is found again by its text.
 REPORTS = """

@@ -9,7 +9,7 @@ JOB = CHECKOUT / "tests" / "support" / "integrations" / "huggingface_job.py"
 IS_THERE = find_spec("transformers") is not None and find_spec("accelerate") is not None
 
 pytestmark = [
-    pytest.mark.in_turn(1, of=2),
+    pytest.mark.in_turn(1, of=4),
     pytest.mark.timeout(200),
     pytest.mark.skipif(not IS_THERE, reason="needs transformers and accelerate: pip install hvlike[integrations]"),
 ]

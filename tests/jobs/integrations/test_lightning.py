@@ -8,7 +8,7 @@ from support.job import CHECKOUT, run_job
 JOB = CHECKOUT / "tests" / "support" / "integrations" / "lightning_job.py"
 
 pytestmark = [
-    pytest.mark.in_turn(1, of=2),
+    pytest.mark.in_turn(1, of=4),
     pytest.mark.timeout(200),
     pytest.mark.skipif(find_spec("lightning") is None, reason="needs Lightning: pip install hvlike[integrations]"),
 ]

@@ -7,7 +7,7 @@ from support.job import CHECKOUT, run_job
 
 EXAMPLE = CHECKOUT / "examples" / "distributed_checkpoint.py"
 
-pytestmark = [pytest.mark.in_turn(1, of=2), pytest.mark.timeout(200)]
+pytestmark = [pytest.mark.in_turn(1, of=4), pytest.mark.timeout(200)]
 
 
 def test_two_ranks_go_on_with_what_three_have_saved(tmp_path: Path) -> None:

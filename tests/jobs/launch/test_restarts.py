@@ -11,7 +11,7 @@ import pytest
 from support.hosts import hosts
 from support.restarts.disturbed import Disturbed, Outcome, reference
 
-pytestmark = [pytest.mark.in_turn(2), pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.in_turn(1), pytest.mark.timeout(300)]
 
 RANKS = 2
 

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from support.job import RunningJob, job_environment
 
+pytestmark = pytest.mark.in_turn(3)
+
 PROGRAM = """
 import sys
 import torch

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from support.job import job_environment, run_job
 
-pytestmark = pytest.mark.job
+pytestmark = [pytest.mark.in_turn(2), pytest.mark.job]
 
 CONSOLE = "import sys\nfrom hvlike.__main__ import console\nsys.exit(console())\n"
 

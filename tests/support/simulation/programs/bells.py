@@ -56,7 +56,7 @@ class Bells:
     def draw(cls, seed: int, size: int) -> Bells:
         """Draw one."""
         draw = random.Random(seed)
-        count = draw.randint(2, 8)
+        count = draw.randint(4, 20)
 
         def round_of(rank: int) -> Round:
             late = draw.choice([0.0, 0.0, math.exp(draw.uniform(*map(math.log, LATE_SECONDS)))])
