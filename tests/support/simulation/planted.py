@@ -68,7 +68,7 @@ PLANTS = [
     plant(
         "who waits beside the background thread does not wake it",
         (LOOP, "                if self._inbox or self._in_background:\n", "                if False:\n"),
-        kinds=("bells",),
+        kinds=("prompt",),
     ),
     plant(
         "a rank leaves a reduction before the others have done their part",

@@ -53,10 +53,10 @@ class Bells:
     """How many ranks have begun, and are through."""
 
     @classmethod
-    def draw(cls, seed: int, size: int) -> Bells:
-        """Draw one."""
+    def draw(cls, seed: int, size: int, rounds: tuple[int, int] = (4, 20)) -> Bells:
+        """Draw one. rounds: at least and at most so many."""
         draw = random.Random(seed)
-        count = draw.randint(4, 20)
+        count = draw.randint(*rounds)
 
         def round_of(rank: int) -> Round:
             late = draw.choice([0.0, 0.0, math.exp(draw.uniform(*map(math.log, LATE_SECONDS)))])
