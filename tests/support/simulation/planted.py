@@ -90,7 +90,7 @@ PLANTS = [
             "                if peer[entry] != number:\n                    return None\n            self._agreed",
             "                pass\n            self._agreed",
         ),
-        kinds=("inline",),
+        kinds=("board",),
     ),
     plant(
         "an inline operation takes a place that others still read",
@@ -207,6 +207,7 @@ PLANTS = [
             "                order()\n",
             "",
         ),
+        kinds=("board",),
     ),
     plant(
         "what comes early is kept for sets with larger numbers only",

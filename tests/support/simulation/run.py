@@ -100,7 +100,7 @@ class Draw:
             # Others sleep by then, and the clock is still looked at.
             holds, acts = ([(when, rank, SHORT_HOLD_SECONDS) for when, rank, _ in each] for each in (holds, acts))
             statements = max(statements, 300.0 * (statements > 0))
-        if kind == "bells":
+        if kind in ("bells", "board"):
             places = [list(range(size))]
         return cls(seed, kind, places, switches, holds, shares_cores, network, order, statements, acts, late_wakes)
 

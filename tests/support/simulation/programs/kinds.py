@@ -5,6 +5,7 @@
     inline     reductions in the calling thread, for which ranks are late
     threads    operations that the threads of each rank divide in another way
     bells      the loop, doorbells and counters of work alone; who is late was not woken
+    board      the board of inline operations alone; all decide alike
     prompt     operations after which ranks stay away; who is late was not woken
     planned    training with DistributedOptimizer, with local passes and frozen layers
     join       ranks with different numbers of inputs, by Join and by hvd.join()
@@ -29,6 +30,7 @@ from typing import Any
 
 from support.simulation.programs.autograd import Autograd
 from support.simulation.programs.bells import Bells
+from support.simulation.programs.board import Boards
 from support.simulation.programs.calls import Calls, Inline, Threads
 from support.simulation.programs.collectives import Mistaken, Named, Planned, Stuck, Uneven
 from support.simulation.programs.elastic import Elastic
@@ -47,6 +49,7 @@ KINDS: dict[str, Any] = {
     "inline": Inline,
     "threads": Threads,
     "bells": Bells,
+    "board": Boards,
     "prompt": Prompt,
     "planned": Planned,
     "join": Uneven,
