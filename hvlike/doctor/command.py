@@ -32,6 +32,7 @@ CHECKS: dict[str, Callable[[Case, Finding], None]] = {
     "same software": software.check_sameness,
     "cores": machine.check_cores,
     "threads": machine.check_omp_threads,
+    "places": machine.check_places,
     "shared memory": machine.check_shared_memory,
     "GPU": gpus.check_gpu,
     "NCCL": gpus.check_nccl,
@@ -134,10 +135,8 @@ def in_one_line(findings: Findings) -> str:
 
 def main(arguments: list[str]) -> int:
     """Run the doctor; returns 1 when a check fails, else 0. Under mpirun every rank calls it, and rank 0 reports."""
-    purpose = "Look for what keeps jobs from working."
-    parser = argparse.ArgumentParser(prog="python -m hvlike doctor", description=purpose)
-    built = "print what is built in, as horovodrun does, and end"
-    parser.add_argument("--check-build", action="store_true", help=built)
+    parser = argparse.ArgumentParser("python -m hvlike doctor", description="Look for what keeps jobs from working.")
+    parser.add_argument("--check-build", action="store_true", help="print what is built in as horovodrun does, and end")
     parser.add_argument("--json", action="store_true", help="print the findings as JSON")
     parser.add_argument("--limit", type=float, default=LIMIT, metavar="SECONDS", help="for each question (%(default)g)")
     options = parser.parse_args(arguments)

@@ -27,17 +27,16 @@ from hvlike.doctor.probe import Gap, Prober, Skipped, known
 from hvlike.doctor.software import Software, collect_software
 from hvlike.launch.trial import Launchers, Trial
 from hvlike.observe.printing import format_seconds, format_size
-from hvlike.system.system import system
 from hvlike.transport.host.find_mpirun import MpiLibrary, ask_mpi_library
 from hvlike.transport.host.launchers import Launcher, detect_launcher
 from hvlike.transport.host.mpi_library import SHM_FOLDER, load_mpi
+from hvlike.transport.host.numa import Place, place_of_process
 from hvlike.transport.host.surroundings import Oddity, look_around
 from hvlike.transport.host.topology import group_by_node
 from hvlike.version import page
 
 SIZES = (4 << 10, 4 << 20)  # Bytes
 _WARM, _REPEATS = 3, 7
-_FLOAT_BYTES = 4
 _SLOW_NETWORK = 100e6  # Bytes a second: less than a gigabit network
 _THREAD_LEVELS = ("THREAD_SINGLE", "THREAD_FUNNELED", "THREAD_SERIALIZED", "THREAD_MULTIPLE")
 _ONE_CONTAINER = (
@@ -92,7 +91,6 @@ class RankReport(NamedTuple):
 
     size: int
     thread_level: str  # MPI's name of it, as THREAD_MULTIPLE
-    cores: int = 0  # On which this process may run afterwards; 0: not known
 
 
 class Gathered(NamedTuple):
@@ -124,6 +122,7 @@ class JobProgress:
     gathered: Gathered | Gap | None = None
     running: tuple[str | None, ...] | Gap | None = None  # How ranks share memory: "memfd", "/dev/shm"; None: not
     timings: Timings | Gap | None = None
+    places: tuple[Place, ...] | Gap | None = None  # Of all ranks
     end: Gap | None = None
 
 
@@ -139,7 +138,7 @@ def _steps(own: RankFacts) -> Iterator[Any]:
         os.environ.pop(name, None)
     mpi = load_mpi()
     names = {getattr(mpi, name): name for name in _THREAD_LEVELS}
-    yield RankReport(mpi.COMM_WORLD.Get_size(), names[mpi.Query_thread()], len(system.cores()))
+    yield RankReport(mpi.COMM_WORLD.Get_size(), names[mpi.Query_thread()])
     # Here come the first messages between the ranks.
     comm = mpi.COMM_WORLD.Dup()
     node = comm.Split_type(mpi.COMM_TYPE_SHARED, key=comm.Get_rank())
@@ -150,6 +149,8 @@ def _steps(own: RankFacts) -> Iterator[Any]:
     mine = machine.mapped_by_hvlike() if hvlike.local_size() > 1 else None
     yield tuple(hvlike.allgather_object(mine))
     yield measure_allreduce()
+    # Now the ranks have touched what they share.
+    yield tuple(hvlike.allgather_object(place_of_process()))
     hvlike.shutdown()
     comm.Free()
     mpi.Finalize()
@@ -170,7 +171,7 @@ def measure_allreduce() -> Timings:
 
 def _time_allreduce(where: str, nbytes: int, device: torch.device) -> Timing:
     total = hvlike.size() * (hvlike.size() + 1) // 2
-    tensor = torch.empty(nbytes // _FLOAT_BYTES, device=device)
+    tensor = torch.empty(nbytes // torch.float32.itemsize, device=device)
     seconds = []
     right = True
     for _ in range(_WARM + _REPEATS):
@@ -206,6 +207,13 @@ class Case:
 
     def host(self, node: Sequence[int]) -> str:
         return self.ranks[node[0]].host
+
+    def places(self, node: Sequence[int]) -> dict[int, Place]:
+        """Return where the ranks of a node lie in the end; without memory where the job did not come so far."""
+        found = self.job.places
+        if isinstance(found, tuple):
+            return {rank: found[rank] for rank in node}
+        return {rank: Place(known(self.ranks[rank].processor).allowed) for rank in node}
 
     @property
     def nodes(self) -> tuple[tuple[int, ...], ...]:

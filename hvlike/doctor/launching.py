@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from hvlike.doctor.job import Case
 
 _NETWORK = f"Between hosts name the network ({page('several-nodes')})."
+_numbers = re.compile(r"\d+").findall
 _ENDED = "MPI itself has ended the job: its own words say why, here, above, or on another rank. See shared memory."
 _UNFINISHED = (
     "MPI_Init waits for every process of the launcher. Try `mpirun -n 2 hostname`, then two ranks on one host, then "
@@ -80,14 +81,9 @@ def check_mpirun(case: Case, finding: Finding) -> None:
         blame = finding.warn if started else finding.fail
         text = f"mpirun is {family}'s, but mpi4py loads {library.vendor}: each process would be a job of one rank"
         blame(text, f"{advice} Or choose the library that mpirun serves with MPI4PY_LIBMPI.")
-    elif family == OPEN_MPI and _major(mine.version) != _major(library.version):
+    # 5 of "mpirun (Open MPI) 5.0.11".
+    elif family == OPEN_MPI and _numbers(mine.version)[:1] != _numbers(library.version)[:1]:
         finding.warn(f"mpirun is not of the version of the library, {library.version}", advice)
-
-
-def _major(version: str) -> str:
-    """Return 5 of "mpirun (Open MPI) 5.0.11"."""
-    first = re.search(r"\d+", version)
-    return first.group() if first else ""
 
 
 def check_surroundings(case: Case, finding: Finding) -> None:
@@ -137,12 +133,6 @@ def check_launcher(case: Case, finding: Finding) -> None:
     if launcher is not None and launcher.size > report.size == 1:
         text = f"{launcher.size} jobs of one rank: each would train its own model"
         finding.fail(text, f"{loaded} does not understand this launcher. {launcher.fix}.")
-    processor = case.me.processor
-    if not isinstance(processor, Gap) and 0 < report.cores < len(processor.allowed):
-        text = f"MPI_Init has left this process {report.cores} of {plural(len(processor.allowed), 'core')}"
-        finding.warn(
-            text, "MPI binds ranks itself: switch it off (Intel MPI: I_MPI_PIN=0; Cray: see MPICH_OFI_NIC_POLICY)."
-        )
     if report.thread_level != "THREAD_MULTIPLE":
         text = f"MPI_{report.thread_level}: hvlike works with it, your own mpi4py calls beside it do not"
         advice = "Unset HVLIKE_MPI_THREADS_DISABLE and what lowers it in mpi4py.rc, or build MPI with threads."

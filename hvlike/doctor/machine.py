@@ -1,4 +1,4 @@
-"""Cores, shared memory and temporary files of a machine, and the checks of them."""
+"""Cores, NUMA domains, shared memory and temporary files of a machine, and the checks of them."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from hvlike.collectives.requests.message_table import name_ranks
 from hvlike.doctor.finding import Finding, plural
-from hvlike.doctor.probe import Gap, known
+from hvlike.doctor.probe import Gap, Skipped, known
 from hvlike.observe.printing import format_size
 from hvlike.system.system import system
-from hvlike.transport.host import topology
+from hvlike.transport.host import numa, topology
 from hvlike.transport.host.mpi_library import SHM_FOLDER
 
 if TYPE_CHECKING:
@@ -23,8 +24,9 @@ if TYPE_CHECKING:
 
 _BIND = (
     "Let the ranks use them: `mpirun --bind-to none` (Open MPI), `mpiexec -bind-to none` (MPICH), `srun "
-    "--cpu-bind=none` or `--cpus-per-task=N`."
+    "--cpu-bind=none` or `--cpus-per-task=N`. Where a node has several NUMA domains, see places."
 )
+_MPI_BINDS = "MPI binds ranks itself: switch it off (Intel MPI: I_MPI_PIN=0; Cray: see MPICH_OFI_NIC_POLICY)."
 # Room that Open MPI 5 wants to see in /dev/shm when a rank makes its segment; without it, it aborts or takes TCP.
 _OPEN_MPI_BYTES = 16 << 20
 _MPICH_BYTES_A_RANK = 1 << 20
@@ -39,31 +41,37 @@ class Processor:
     allowed: frozenset[int]  # The cores on which this process may run
     around: frozenset[int]  # On which the launcher may run, that is, what it could have left to its ranks
     threads: int  # That torch wants for an operation
+    domains: tuple[numa.Domain, ...] = ()
 
 
 def collect_processor(launcher: int) -> Processor:
-    return Processor(system.cores(), frozenset(os.sched_getaffinity(launcher)), torch.get_num_threads())
+    around, threads = frozenset(os.sched_getaffinity(launcher)), torch.get_num_threads()
+    return Processor(system.cores(), around, threads, numa.read_domains())
 
 
-def _processors(case: Case, node: Sequence[int]) -> tuple[list[Processor], frozenset[int]]:
-    """Return those of the ranks of a node, and the cores that they use together."""
+def _processors(case: Case, node: Sequence[int]) -> tuple[list[Processor], frozenset[int], frozenset[int]]:
+    """Return those of the ranks of a node, the cores that they use together, and all that they could have had."""
     processors = [known(case.ranks[rank].processor) for rank in node]
-    return processors, frozenset().union(*(processor.allowed for processor in processors))
+    used = frozenset().union(*(processor.allowed for processor in processors))
+    return processors, used, used.union(*(processor.around for processor in processors))
 
 
 def check_cores(case: Case, finding: Finding) -> None:
     for node in case.nodes:
-        host, ranks, (processors, used) = case.host(node), len(node), _processors(case, node)
-        idle = frozenset().union(*(processor.around for processor in processors)) - used
+        host, ranks, (processors, used, around) = case.host(node), len(node), _processors(case, node)
         allowed = [processor.allowed for processor in processors]
         share = min(topology.cores_per_rank(allowed, index) for index in range(ranks))
         crowded = topology.is_crowded(share)
         on_cores = f"{host}: {plural(ranks, 'rank')} on {plural(len(used), 'core')}"
         finding.note(f"{on_cores}, {share:.3g} for each alone")
+        at = case.places(node)
+        if fewer := [rank for rank, here in zip(node, allowed, strict=True) if at[rank].cpus < here]:
+            left = plural(min(len(at[rank].cpus) for rank in fewer), "core")
+            finding.warn(f"{host}: MPI_Init has left {left} to {name_ranks(fewer)}", _MPI_BINDS)
         if case.unmet:
             # It is not known where the other ranks run.
             continue
-        if len(idle) >= (1 if crowded else ranks) and not topology.has_spare_core(share):
+        if len(idle := around - used) >= (1 if crowded else ranks) and not topology.has_spare_core(share):
             finding.warn(f"{on_cores}, and {len(idle)} more stay idle", _BIND)
         elif crowded:
             advice = f"Start at most {plural(len(used), 'rank')} there: more take turns on the cores."
@@ -72,13 +80,27 @@ def check_cores(case: Case, finding: Finding) -> None:
 
 def check_omp_threads(case: Case, finding: Finding) -> None:
     for node in case.nodes:
-        processors, used = _processors(case, node)
+        processors, used, _ = _processors(case, node)
         threads = sum(processor.threads for processor in processors)
         text = f"{case.host(node)}: torch wants {plural(threads, 'thread')} on {plural(len(used), 'core')}"
         finding.note(text)
         if threads > len(used):
             fitting = max(1, len(used) // len(node))
             finding.warn(text, f"Set OMP_NUM_THREADS={fitting}, or see cores: threads take turns on a core.")
+
+
+def check_places(case: Case, finding: Finding) -> None:
+    if case.unmet:
+        raise Skipped("it is not known where the other ranks run")
+    for node in case.nodes:
+        processors, _, around = _processors(case, node)
+        lie = numa.RanksOnNode(case.host(node), processors[0].domains, around, case.places(node))
+        if len(lie.usable) > 1:
+            finding.note(*lie.lines())
+            for oddity in lie.oddities(case.me.launcher.family if case.me.launcher else ""):
+                finding.warn(*oddity)
+    if not finding.found:
+        raise Skipped("no node has several NUMA domains for its ranks: all memory is equally near")
 
 
 @dataclass(frozen=True)

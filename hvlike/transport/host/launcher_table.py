@@ -28,6 +28,7 @@ class Starting:
     hosts: tuple[str, str] | None = None  # The flags with hosts and with a file of hosts; None: the allocation has them
     export: str = ""  # The flag that takes a variable to other hosts; empty: all variables are taken there
     allocation: str = ""  # A variable of the allocations in which alone it is looked for
+    to_domains: str = ""  # How each rank gets a NUMA domain, the next rank the next; {cores} or {cpus}: of each rank
 
 
 @dataclass(frozen=True)
@@ -100,6 +101,7 @@ LAUNCHERS = (
             answers=("Open MPI", "OpenRTE", "PRRTE"),
             hosts=("--host", "--hostfile"),
             export="-x",
+            to_domains="`mpirun --map-by numa --bind-to numa`",
         ),
     ),
     LauncherKind(
@@ -128,6 +130,7 @@ LAUNCHERS = (
             serves=(HYDRA,),
             answers=("HYDRA", "Intel(R) MPI"),
             hosts=("-hosts", "-f"),
+            to_domains="`mpiexec -bind-to numa -map-by numa` (Intel MPI: `-genv I_MPI_PIN_DOMAIN numa`)",
         ),
     ),
     LauncherKind(
@@ -145,6 +148,7 @@ LAUNCHERS = (
             flags=("--bind", "none"),
             number="--np",
             allocation="LSB_JOBID",
+            to_domains="`jsrun --tasks_per_rs 1 --cpu_per_rs {cores} --bind packed:{cores}` with a resource set a rank",
         ),
     ),
     LauncherKind(
@@ -164,6 +168,7 @@ LAUNCHERS = (
             flags=("run", "-o", "cpu-affinity=off"),
             interface={OPEN_MPI: ("-o", "pmi=pmix")},
             allocation="FLUX_URI",
+            to_domains="`flux run --cores-per-task={cores} -o cpu-affinity=per-task`",
         ),
     ),
     # SLURM_NTASKS is no sign: sbatch sets it for a script that no launcher has started.
@@ -184,6 +189,7 @@ LAUNCHERS = (
             serves=(OPEN_MPI, HYDRA),
             flags=("--overlap", "--overcommit", "--cpu-bind=none", "--kill-on-bad-exit=1", "--export=ALL"),
             allocation="SLURM_JOB_ID",
+            to_domains="`srun --cpus-per-task={cpus} --distribution=block:block --cpu-bind=ldoms`",
         ),
     ),
     # Behind srun and Flux: their interfaces for Cray MPICH set its variables, too.
@@ -207,6 +213,7 @@ LAUNCHERS = (
             interface={OPEN_MPI: ("--pmi=pmix",)},
             answers=("PALS",),
             folder="pals",
+            to_domains="`mpiexec --cpu-bind numa`",
         ),
     ),
     LauncherKind(

@@ -23,7 +23,7 @@ from support.doctor.healthy import (
 
 from hvlike.doctor import command
 from hvlike.doctor.finding import Verdict
-from hvlike.doctor.job import Case, Gathered, JobProgress, RankReport, Timings
+from hvlike.doctor.job import Case, Gathered, JobProgress, Timings
 from hvlike.doctor.launching import Settings
 from hvlike.doctor.machine import Processor, SharedMemory, TemporaryFiles
 from hvlike.doctor.probe import Gap
@@ -31,6 +31,7 @@ from hvlike.launch.trial import Launchers, Trial
 from hvlike.transport.host.find_mpirun import Mpirun
 from hvlike.transport.host.launcher_table import HYDRA, PALS, UNKNOWN
 from hvlike.transport.host.launchers import detect_launcher
+from hvlike.transport.host.numa import Domain, Place
 from hvlike.transport.host.surroundings import Oddity
 
 LATE = Gap("was given up after 20 s without an answer", ("the last line",))
@@ -43,11 +44,13 @@ SRUN_HERE = Mpirun("/usr/bin/srun", "srun", "slurm 24.11", ())
 SRUN = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "0"}
 GPU_SOFTWARE = replace(SOFTWARE, torch_gpus="CUDA 12.4")
 TWO_HOSTS = ((0,), (1,))
+AT_ALL = Place(frozenset(range(4)))
+TWO_DOMAINS = tuple(Domain(number, frozenset((2 * number, 2 * number + 1)), 2, True) for number in (0, 1))
 
 
 def processor(*allowed: int, cores: int = 4, threads: int = 1) -> Processor:
     """A rank that may run on these cores."""
-    return Processor(frozenset(allowed), frozenset(range(cores)), threads)
+    return Processor(frozenset(allowed), frozenset(range(cores)), threads, TWO_DOMAINS)
 
 
 def both(**changes: Any) -> Case:
@@ -148,7 +151,6 @@ WRONG: list[tuple[str, Case, Verdict, str]] = [
     ("launcher", unfinished(PMI_SIZE="2"), Verdict.FAIL, "may not understand this launcher"),
     ("launcher", came(report=report(level="THREAD_SERIALIZED")), Verdict.WARN, "HVLIKE_MPI_THREADS_DISABLE"),
     ("launcher", came(report=GTL), Verdict.FAIL, "export MPICH_GPU_SUPPORT_ENABLED=0"),
-    ("launcher", came(report=RankReport(2, "THREAD_MULTIPLE", cores=1)), Verdict.WARN, "MPI binds ranks itself"),
     ("launcher", singletons(PALS_RANKID="1"), Verdict.FAIL, "mpiexec --pmi=pmix"),
     ("surroundings", case(rank(), rank(surroundings=(Oddity("X=1", "Set it to 0."),))), Verdict.WARN, "Set it to 0."),
     ("hosts", case(rank(), rank(), nodes=TWO_HOSTS), Verdict.WARN, "--ipc"),
@@ -159,8 +161,15 @@ WRONG: list[tuple[str, Case, Verdict, str]] = [
     ("cores", both(processor=processor(0)), Verdict.WARN, "--bind-to none"),
     ("cores", both(processor=processor(0, cores=1)), Verdict.WARN, "at most 1 rank "),
     ("cores", case(rank(processor=processor(0)), rank(processor=processor(1))), Verdict.WARN, "--bind-to none"),
+    (
+        "cores",
+        came(places=(Place(frozenset(range(4))), Place(frozenset((0, 1))))),
+        Verdict.WARN,
+        "MPI binds ranks itself",
+    ),
     ("threads", both(processor=processor(0, threads=4)), Verdict.WARN, "OMP_NUM_THREADS=1"),
     ("threads", both(processor=processor(0, 1, 2, 3, threads=4)), Verdict.WARN, "OMP_NUM_THREADS=2"),
+    ("places", both(processor=processor(0, 1, 2, 3)), Verdict.WARN, "mpirun --map-by numa --bind-to numa"),
     ("shared memory", memory(MIB, MIB), Verdict.FAIL, "--shm-size"),
     (
         "shared memory",
@@ -211,6 +220,8 @@ NOTHING_TO_JUDGE: list[tuple[str, Case]] = [
     ("launcher", case(rank(library=LATE), job=JobProgress(Gap("failed: LaunchError: no library")))),
     ("same software", alone()),
     ("hosts", came(report=LATE, gathered=None)),
+    ("places", case()),
+    ("places", singletons(**SRUN)),
     ("GPU", case()),
     ("NCCL", case()),
     ("hvlike", came(running=None)),
@@ -231,6 +242,7 @@ RIGHT_TOO: list[tuple[str, Case]] = [
     ("hosts", case(rank(), rank("beta"), nodes=TWO_HOSTS)),
     ("cores", case(rank(processor=processor(0, cores=2)), rank(processor=processor(1, cores=2)))),
     ("cores", case(rank(processor=processor(0)), nodes=((0,),), job=JobProgress(LATE))),
+    ("places", case(rank(processor=processor(0, 1)), rank(processor=processor(2, 3)))),
     ("shared memory", memory(100 * MIB, MIB, library=replace(LIBRARY, vendor="Another MPI"))),
 ]
 
@@ -282,6 +294,7 @@ BLOCKED: list[tuple[str, Callable[[], Case]]] = [
     ("mpirun", lambda: case(launchers=LATE)),
     ("two ranks", lambda: alone(trial=LATE)),
     ("cores", lambda: case(rank(), rank(processor=LATE))),
+    ("places", lambda: case(rank(), rank(processor=LATE))),
     ("shared memory", lambda: both(memory=LATE)),
     ("temporary", lambda: both(files=LATE)),
     ("GPU", lambda: both(gpus=LATE)),
