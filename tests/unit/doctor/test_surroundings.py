@@ -1,5 +1,7 @@
 """What is odd around a rank on a large system is seen, each with the way out."""
 
+import os
+import socket
 from pathlib import Path
 
 import pytest
@@ -7,7 +9,16 @@ import pytest
 from hvlike.launch.trial import Launchers
 from hvlike.transport.host.find_mpirun import Mpirun
 from hvlike.transport.host.launchers import Hidden
-from hvlike.transport.host.surroundings import gpu_support, hidden, look_around, missing_folders, nccl_network
+from hvlike.transport.host.surroundings import (
+    closed_descriptor,
+    gpu_support,
+    hidden,
+    listening_ports,
+    look_around,
+    missing_folders,
+    nccl_network,
+    unreachable_server,
+)
 
 
 def test_memory_of_gpus_is_not_for_mpi() -> None:
@@ -25,10 +36,14 @@ def test_a_folder_of_the_launcher_that_a_container_hides(name: str, tmp_path: Pa
 
 
 def test_nccl_on_slingshot_needs_a_network_and_a_plugin(tmp_path: Path) -> None:
-    both = nccl_network({}, ["eth0", "hsn0", "hsn1"])
-    assert [each.advice.split()[:2] for each in both] == [["export", "NCCL_SOCKET_IFNAME=hsn0"], ["Load", "the"]]
+    found = nccl_network({}, ["eth0", "hsn0", "hsn1"])
+    assert [each.advice.split()[:2] for each in found] == [
+        ["export", "NCCL_SOCKET_IFNAME=hsn0"],
+        ["Load", "the"],
+        ["export", "FI_MR_CACHE_MONITOR=userfaultfd,"],
+    ]
     (tmp_path / "libnccl-net.so").touch()
-    named = {"NCCL_SOCKET_IFNAME": "hsn", "LD_LIBRARY_PATH": f"/none:{tmp_path}"}
+    named = {"NCCL_SOCKET_IFNAME": "hsn", "LD_LIBRARY_PATH": f"/none:{tmp_path}", "FI_MR_CACHE_MONITOR": "kdreg2"}
     assert nccl_network(named, ["hsn0"]) == nccl_network({}, ["eth0"]) == nccl_network({}, []) == []
 
 
@@ -37,6 +52,30 @@ def test_a_launcher_behind_a_container_that_cleans_the_environment() -> None:
     assert "Slurm's srun end at the process 'starter-suid'" in odd.text
     assert "--cleanenv" in odd.advice
     assert hidden(None) == []
+
+
+def test_a_server_of_pmix_outside_of_the_network_of_a_container() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        uri = {"PMIX_SERVER_URI41": f"prterun-host-1@0.0;tcp4://127.0.0.1:{port}"}
+        assert unreachable_server(uri, listening_ports()) == []
+    (odd,) = unreachable_server(uri, {port + 1})
+    assert odd.text == f"nobody listens at 127.0.0.1:{port}, which PMIX_SERVER_URI41 names"
+    assert "--network=host" in odd.advice
+    # Of another host this one does not know it.
+    assert unreachable_server({"PMIX_SERVER_URI4": f"job@0.0;tcp4://10.0.0.1:{port}"}, ()) == []
+
+
+def test_a_wrapper_that_closes_the_connection_to_the_launcher() -> None:
+    closed = {"PMI_RANK": "0", "PMI_SIZE": "2", "MPI_LOCALNRANKS": "2", "PMI_FD": "1000000"}
+    (odd,) = closed_descriptor(closed)
+    assert odd.text.startswith("PMI_FD=1000000 is not an open file, and MPICH's mpiexec")
+    assert "close_fds=False" in odd.advice
+    with open(os.devnull) as file:
+        assert closed_descriptor({**closed, "PMI_FD": str(file.fileno())}) == []
+    # An mpirun of Open MPI inside of such a job does not use it.
+    assert closed_descriptor({**closed, "OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"}) == []
+    assert closed_descriptor({"PMI_FD": "1000000"}) == []
 
 
 def test_nothing_is_odd_in_a_job_of_mpirun() -> None:
