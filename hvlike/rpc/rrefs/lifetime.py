@@ -211,13 +211,9 @@ class Lifetime:
         elif kind == DELETE:
             self._delete(first, more[0])
         elif kind == CREATION_QUERY:
-            if not any(each.rref == first and each.is_creation for each in self.forks.values()):
-                self._tell(source, CREATED, first)
+            self._answer_query(first, source)
         elif kind == CREATED:
-            entry = self.owned.get(first)
-            # A creation that the deletion of its fork has overtaken is still to come.
-            if entry is not None and not entry.created and not entry.deleted:
-                self.settle(entry, None, self.no_creations[self.rank])
+            self._give_up(first)
         elif fork is not None and kind == ACCEPTED:
             self._accept(fork, more[0])
         elif fork is not None and kind == REGISTERED:
@@ -290,6 +286,13 @@ class Lifetime:
             self.settle(entry, None, failure)
         elif self.lost:
             self._tell(entry.id.created_on, CREATION_QUERY, entry.id)
+
+    def _give_up(self, rref: GlobalId) -> None:
+        """The value was created, and is not there: who asks for it gets an error."""
+        entry = self.owned.get(rref)
+        # A creation that the deletion of its fork has overtaken is still to come.
+        if entry is not None and not entry.created and not entry.deleted:
+            self.settle(entry, None, self.no_creations[self.rank])
 
     def settle(self, entry: OwnedValue, value: Any, failure: Any) -> None:
         """The value is computed, or will never be. A second call does nothing."""
@@ -365,6 +368,11 @@ class Lifetime:
         for fork in missing:
             fork.waiting.append(wait)
         return not missing
+
+    def _answer_query(self, rref: GlobalId, owner: int) -> None:
+        """Tell the owner of a value that this worker has had it created, unless that is still on its way."""
+        if not any(fork.rref == rref and fork.is_creation for fork in self.forks.values()):
+            self._tell(owner, CREATED, rref)
 
     def drop(self, fork: Fork) -> None:
         """Nobody holds it any more. A second call does nothing."""
