@@ -122,16 +122,20 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def others_turn(items: list[pytest.Item]) -> list[pytest.Item]:
     """Return the cases of tests and modules marked `in_turn` that other commits try."""
     # Only these runs ask git.
-    from support.jobs_of_commit import is_tried, number_of_commit
+    from support.jobs_of_commit import Turn, number_of_commit, tried_by
 
-    groups: dict[str, tuple[pytest.Mark, list[pytest.Item]]] = {}
+    groups: dict[str, list[pytest.Item]] = {}
+    marks: dict[str, pytest.Mark] = {}
     for item in items:
         for node, mark in islice(item.iter_markers_with_node("in_turn"), 1):
-            groups.setdefault(node.nodeid.partition("[")[0], (mark, []))[1].append(item)
+            name = node.nodeid.partition("[")[0]
+            groups.setdefault(name, []).append(item)
+            marks[name] = mark
+    turns = {name: Turn(len(cases), *marks[name].args, **marks[name].kwargs) for name, cases in groups.items()}
+    tried = tried_by(number_of_commit(), turns, alone=sum(map(len, groups.values())) == len(items))
     left: list[pytest.Item] = []
-    for name, (mark, cases) in groups.items():
-        tried = is_tried(name, number_of_commit(), len(cases), *mark.args, **mark.kwargs)
-        left.extend(case for case, now in zip(cases, tried, strict=True) if not now)
+    for name, cases in groups.items():
+        left.extend(case for case, now in zip(cases, tried[name], strict=True) if not now)
     return left
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from support.fuzz.oracle import Absent, Exchange
 from support.fuzz.planted import PLANTS, Plant, planted
-from support.jobs_of_commit import cases_of, is_tried
+from support.jobs_of_commit import Turn, cases_of, tried_by
 
 SCRIPT = Path(__file__).parents[3] / "scripts" / "lib" / "tally.py"
 
@@ -109,9 +109,20 @@ def test_of_fewer_cases_all_are_tried() -> None:
 
 
 def test_a_test_that_counts_as_one_of_several_is_tried_by_some_commits() -> None:
-    tried = [is_tried("a test", number, 1, 2, of=5)[0] for number in range(5)]
+    tried = [Turn(1, 2, of=5).of_commit("a test", number)[0] for number in range(5)]
     assert sum(tried) == 2
-    assert is_tried("a test", 0, 3, 3) == [True] * 3
+    assert Turn(3, 3).of_commit("a test", 0) == [True] * 3
+
+
+def test_where_it_is_the_turn_of_none_a_run_still_tries_one() -> None:
+    turns = {name: Turn(1, 1, of=4) for name in "abc"}
+    beside_others = [tried_by(number, turns, alone=False) for number in range(12)]
+    alone = [tried_by(number, turns, alone=True) for number in range(12)]
+    assert not all(any(cases for (cases,) in tried.values()) for tried in beside_others)
+    assert all(any(cases for (cases,) in tried.values()) for tried in alone)
+    assert [now for was, now in zip(beside_others, alone, strict=True) if [True] in was.values()] == [
+        was for was in beside_others if [True] in was.values()
+    ]
 
 
 @pytest.mark.parametrize("fault", PLANTS, ids=lambda fault: fault.name)
