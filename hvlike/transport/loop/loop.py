@@ -5,8 +5,7 @@ advance, and sleeps on the doorbell when none can. Other waiting threads sleep u
 free. A background thread (thread_pool.py) drives only when no thread waits, and only while something is running: an
 idle process sleeps on its doorbell.
 
-Only the driver advances coroutines and runs what was posted. What is marked "from inside the loop" may be called from
-there only; `begin` and `cancel` raise StateError elsewhere.
+Only the driver advances coroutines and runs what was posted; `begin` and `cancel` raise StateError elsewhere.
 """
 
 from __future__ import annotations
@@ -48,11 +47,9 @@ class Loop:
         """Start the background thread, asleep. sockets: where traffic may come for which no doorbell rings. tick: the
         health check, called a few times a second, asleep or not.
         """
-        self._bell = bell
+        self._bell, self._tick = bell, tick
         self._policy, self._spin = spin, Spin(spin)
-        self._remote = sockets is not None
-        self._sockets = sockets
-        self._tick = tick
+        self._remote, self._sockets = sockets is not None, sockets
         self._inbox: deque[Callable[[], object]] = deque()
         self._sources: list[Callable[[bool], Wait]] = []
         self._unfinished: list[Callable[[], bool]] = []
@@ -60,7 +57,7 @@ class Loop:
         self._lock = system.Lock()
         self._changed = system.Condition()
         self._waiters = self._driver = 0
-        self._in_background = self._missed_ring = self._closing = False
+        self._in_background = self._is_left_undriven = self._closing = False
         self._wait, self._next_tick = Wait.NOTIFY, 0.0
         self._due = math.inf
         self._on_due: Callable[[float], float] = lambda now: math.inf
@@ -83,7 +80,7 @@ class Loop:
         self._unfinished.append(is_unfinished)
 
     def remove_source(self, source: Callable[[bool], Wait], is_unfinished: Callable[[], bool]) -> None:
-        """Undo `add_source`; from inside the loop, or once it was closed."""
+        """Undo `add_source`; in the loop, or once it was closed."""
         self._sources.remove(source)
         self._unfinished.remove(is_unfinished)
 
@@ -178,18 +175,19 @@ class Loop:
                 "only start operations from such a place, never wait for them"
             )
         deadline = None if seconds is None else system.monotonic() + seconds
-        while not done():
-            if self._failure is not None:
-                raise self._failure
-            if deadline is not None and system.monotonic() >= deadline:
-                return False
-            if self._lock.acquire(blocking=False):
-                self._drive(done, deadline, self._policy.checks)
-            else:
-                self._follow(done, deadline)
-        if self._missed_ring:
-            self._missed_ring = False
-            self._bell.ring()
+        try:
+            while not done():
+                if self._failure is not None:
+                    raise self._failure
+                if deadline is not None and system.monotonic() >= deadline:
+                    return False
+                if self._lock.acquire(blocking=False):
+                    self._drive(done, deadline, self._policy.checks)
+                else:
+                    self._follow(done, deadline)
+        finally:
+            if self._is_left_undriven:
+                self._leave_undriven()
         return True
 
     def fail(self, error: BaseException) -> None:
@@ -333,11 +331,16 @@ class Loop:
         finally:
             self._driver = 0
             self._lock.release()
+        # Who waits drives next, or rings as it goes: this first, so that one of the two sees the other.
+        self._is_left_undriven = again or bool(self._inbox or self._tasks)
         if self._waiters:
-            self._missed_ring = again
             self._wake_waiters()
-        elif again or self._inbox or self._tasks:
-            self._bell.ring()
+        elif self._is_left_undriven:
+            self._leave_undriven()
+
+    def _leave_undriven(self) -> None:
+        self._is_left_undriven = False
+        self._bell.ring()
 
     def _is_unfinished(self) -> bool:
         """True while bytes are on their way that MPI may move only while it is called."""
@@ -348,7 +351,7 @@ class Loop:
         bell, spin, policy, background = self._bell, self._spin, self._policy, self._in_background
         try:
             # `_enter`, without a frame of its own.
-            self._driver, self._wait, self._missed_ring = get_ident(), Wait.AGAIN, False
+            self._driver, self._wait, self._is_left_undriven = get_ident(), Wait.AGAIN, False
             bell.enter()
             poll, rung, spin.count = SHORTEST_POLL_SECONDS, True, 0
             # A background thread that is called away first handles what it was rung for: no other has heard it.
@@ -391,9 +394,9 @@ class Loop:
                 return True
             if done():
                 return False
-            seconds = poll if self._wait is Wait.POLL or self._remote else self._policy.tick_seconds
             left = max(0.0, min(self._due, math.inf if deadline is None else deadline) - system.monotonic())
             if sockets is None:
+                seconds = poll if self._wait is Wait.POLL or self._remote else self._policy.tick_seconds
                 return self._bell.sleep(min(seconds, left)) or self._remote
             return sockets.sleep(min(LONGEST_POLL_SECONDS, left))
         finally:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -10,11 +10,14 @@ from support.fuzz.changes import Resume
 from support.fuzz.documented import DOCUMENTED, is_cause
 from support.fuzz.outcomes import Failure, Outcome, Value
 from support.fuzz.programs import Program, Setting
+from torch import Tensor
 
 # The last one is four units in the last place of bfloat16: what the ranks' gradients cancel was rounded with them.
 EXACT, SINGLE, HALF, LOOSE = 1e-9, 1e-4, 2**-5, 0.5
 # A training that explodes makes differences of any size of those in the last place.
 LARGEST = 1e9
+# Where 16 bits change a training by so much, the same bits rounded another way may change it by this many times that.
+AMPLIFIES = 16
 HALF_PARTS = {"bfloat16", "grad dtype"}
 
 
@@ -40,19 +43,40 @@ def tolerance(program: Program, setting: Setting) -> float:
     return 10 * SINGLE if "batch norm" in text else SINGLE
 
 
-def judge(program: Program, setting: Setting, found: Sequence[Outcome], expected: Sequence[Outcome]) -> str | None:
-    """Return what is wrong, None if nothing is."""
+def judge(
+    program: Program,
+    setting: Setting,
+    found: Sequence[Outcome],
+    expected: Sequence[Outcome],
+    run_oracle: Callable[[Program], Sequence[Outcome]],
+) -> str | None:
+    """Return what is wrong, None if nothing is. run_oracle: simulates another program on as many ranks."""
     ends = [_judge_end(each, wanted.failure) for each, wanted in zip(found, expected, strict=True)]
     for rank, wrong in enumerate(ends):
         if wrong:
             return f"rank {rank}: {wrong}" + _others(found, rank)
-    for rank, (each, wanted) in enumerate(zip(found, expected, strict=True)):
-        wrong = _differences(each, wanted, tolerance(program, setting))
+    allowed, exact = tolerance(program, setting), without_compression(program)
+    pairs = list(zip(found, expected, strict=True))
+    wrongs = [_differences(each, wanted, allowed) for each, wanted in pairs]
+    if any(wrongs) and exact != program:
+        # A training that grows makes more of what was rounded with every step.
+        uncompressed = run_oracle(exact)
+        wrongs = [_differences(*pair, allowed, other) for pair, other in zip(pairs, uncompressed, strict=True)]
+    for rank, wrong in enumerate(wrongs):
         if wrong:
             return f"rank {rank}: {wrong}"
     return _parted(
         found, expected, _together(program, len(found)), any_layout=bool(program.given.get("sparse_as_dense"))
     )
+
+
+def without_compression(program: Program) -> Program:
+    """Return the same program with nothing that is sent in 16 bits, where it says so."""
+    plain = {"compression": "none", "hook": "allreduce"}
+    options = [
+        (name, plain.get(name, value) if value in ("fp16", "bf16") else value) for name, value in program.options
+    ]
+    return replace(program, options=tuple(options))
 
 
 def _together(program: Program, ranks: int) -> list[int]:
@@ -93,12 +117,15 @@ def _others(found: Sequence[Outcome], rank: int) -> str:
     return "\n" + "\n".join(lines)
 
 
-def _differences(found: Outcome, wanted: Outcome, allowed: float) -> str | None:
+def _differences(found: Outcome, wanted: Outcome, allowed: float, uncompressed: Outcome | None = None) -> str | None:
+    """uncompressed: what the oracle has without rounding; how far it lies from `wanted` is what a value may be off."""
+    others = {} if uncompressed is None else dict(uncompressed.seen)
     for (label, mine), (there, theirs) in zip(found.seen, wanted.seen, strict=False):
         if label != there:
             return f"{label} where the oracle has {there}"
         for name in {**mine, **theirs}:
-            wrong = _difference(mine.get(name), theirs.get(name), allowed)
+            other = others.get(label, {}).get(name)
+            wrong = _difference(mine.get(name), theirs.get(name), allowed, other)
             if wrong:
                 return f"after {label}: {name} {wrong}"
     if len(found.seen) != len(wanted.seen):
@@ -106,18 +133,22 @@ def _differences(found: Outcome, wanted: Outcome, allowed: float) -> str | None:
     return None
 
 
-def _difference(mine: Value | None, theirs: Value | None, allowed: float) -> str | None:
+def _difference(mine: Value | None, theirs: Value | None, allowed: float, uncompressed: Value | None) -> str | None:
     if mine is None or theirs is None:
         return None if mine is theirs else f"is {_shown(mine)}, expected {_shown(theirs)}"
     if (mine.shape, mine.dtype) != (theirs.shape, theirs.dtype):
         return f"is {mine.dtype} {list(mine.shape)}, expected {theirs.dtype} {list(theirs.shape)}"
-    first, second = mine.tensor(), theirs.tensor()
-    if not first.numel():
+    second = theirs.tensor()
+    if not second.numel():
         return None
-    scale = max(1e-3 if allowed == EXACT else 1e-2, float(second.abs().max()))
-    if float((first - second).abs().nan_to_num(torch.inf).max()) > allowed * scale:
-        return f"is {_shown(mine)}, expected {_shown(theirs)}"
-    return None
+    most = allowed * max(1e-3 if allowed == EXACT else 1e-2, float(second.abs().max()))
+    if uncompressed is not None and uncompressed.shape == theirs.shape:
+        most = max(most, AMPLIFIES * _distance(uncompressed.tensor(), second))
+    return f"is {_shown(mine)}, expected {_shown(theirs)}" if _distance(mine.tensor(), second) > most else None
+
+
+def _distance(first: Tensor, second: Tensor) -> float:
+    return float((first - second).abs().nan_to_num(torch.inf).max())
 
 
 def _shown(value: Value | None) -> str:

@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -80,17 +81,20 @@ class Runner:
                 # Over gloo torch refuses it, or nothing can be compared.
                 self.unsound += 1
                 hypothesis.reject()
-            return judge(program, setting, found, expected)
-        expected = simulate(program, setting.ranks, self._pool)
-        second = [] if program.second is None else simulate(program.second, setting.ranks, self._pool)
+            return judge(
+                program, setting, found, expected, lambda other: [pair[1] for pair in self.job.run(other, setting)]
+            )
+        run_oracle = partial(simulate, ranks=setting.ranks, pool=self._pool)
+        expected = run_oracle(program)
+        second = [] if program.second is None else run_oracle(program.second)
         if not (is_sound(expected) and is_sound(second)):
             self.unsound += 1
             hypothesis.reject()
         found = self.job.run(program, setting)
         if program.second is None:
-            return judge(program, setting, found, expected)
-        wrong = judge(program, setting, [each[0] for each in found], expected)
-        return wrong or judge(program.second, setting, [each[1] for each in found], second)
+            return judge(program, setting, found, expected, run_oracle)
+        wrong = judge(program, setting, [each[0] for each in found], expected, run_oracle)
+        return wrong or judge(program.second, setting, [each[1] for each in found], second, run_oracle)
 
     def block(self, kind: str, seed: int, setting: Setting, count: int) -> Found | None:
         """Run `count` programs of one seed; return the first fault, shrunk."""

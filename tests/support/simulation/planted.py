@@ -317,6 +317,11 @@ PLANTS = [
         (BOARD, "            self.following = -1\n", ""),
         kinds=("inline", "calls"),
     ),
+    plant(
+        "who leaves the loop to one that waits does not say what is left there",
+        (LOOP, "self._is_left_undriven = again or bool(self._inbox or self._tasks)", "self._is_left_undriven = again"),
+        kinds=("prompt",),
+    ),
     # No job has found these yet.
     plant(
         "who passes an operation does not tell those that wait for it",

@@ -10,10 +10,11 @@ import torch.distributed as dist
 from support.simulation.machine.job import JobEnd, Kill, simulate
 from support.simulation.programs.autograd import Autograd
 from support.simulation.programs.bells import Bells
-from support.simulation.programs.calls import Threads
+from support.simulation.programs.calls import Call, Threads
 from support.simulation.programs.collectives import Mistaken, Named, Uneven
 from support.simulation.programs.elastic import Elastic
 from support.simulation.programs.lost import Lost
+from support.simulation.programs.prompt import Prompt, Round
 from support.simulation.programs.rpc import LATE_SECONDS, Rpc, take_long, worker
 from support.simulation.run import Draw, what_is_wrong
 
@@ -329,3 +330,16 @@ def test_an_answer_that_comes_as_the_session_ends_does_not_end_a_thread(microsec
     for seed in range(6):
         (end,) = simulate(LeavesAsAnAnswerComes(1e-6 * microseconds), [[0]], seed, points_per_switch=3.0).ranks
         assert end.error is None, end.trace
+
+
+def test_a_thread_that_was_to_drive_next_and_has_nothing_to_wait_for_any_more_leaves_that_to_another() -> None:
+    """The background thread gave way to it; what it had begun before the barrier took until the next look around."""
+    call = Call("allreduce", None, 1, torch.float32, 0, "", 0, 1)
+    barrier = Call("barrier", "loss", 20000, torch.float32, 1, "", 0, 1)
+    rounds = [
+        Round(call, 5, [], [1], {0: 0.001012132176465062}),
+        Round(barrier, 5, [700], [0], {1: 8.078860998751577e-05}),
+    ]
+    mpi = {"eager_limit": 4096, "senders_must_call": True, "roots_run_ahead": False, "sockets_tell": True}
+    job = Draw(66017289, "prompt", [[0, 1]], 40.0, [(714, 1, 0.01)], True, mpi, "reordered")
+    assert what_is_wrong(job.run(Prompt(rounds)), job) is None

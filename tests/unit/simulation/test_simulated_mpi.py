@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from support.simulation.machine.mpi_alone import LARGE, ONE_NODE, TWO_NODES, numbers, poll, run
 from support.simulation.machine.simulated_mpi import MpiError, SimulatedMpi
+from support.simulation.machine.simulated_ulfm import Failures
 
 # -- point to point ---------------------------------------------------------------------------------
 
@@ -269,6 +270,21 @@ def test_a_collective_that_a_lost_rank_has_called_is_not_over() -> None:
 def test_who_waits_for_a_lost_rank_waits_for_ever() -> None:
     with pytest.raises(AssertionError, match=r"rank 1 main: mpi\.Barrier"):
         run([[0, 1]], lose, lambda mpi: mpi.COMM_WORLD.Barrier())
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_under_ulfm_a_call_hears_of_a_loss_that_was_noticed_while_its_rank_was_held_up(seed: int) -> None:
+    def lost(mpi: Any) -> None:
+        while "Barrier" not in str(mpi.job.scheduler.threads[0].what):
+            mpi.COMM_WORLD.Iprobe()
+        mpi.job.scheduler.hold(0, 3.0)
+        lose(mpi)
+
+    def other(mpi: Any) -> None:
+        with pytest.raises(MpiError, match="rank 1 is lost"):
+            mpi.COMM_WORLD.Barrier()
+
+    run([[0], [1]], other, lost, seed=seed, prepare=lambda job: vars(job).update(failures=Failures(job)))
 
 
 # -- the same again ---------------------------------------------------------------------------------

@@ -343,7 +343,7 @@ def _never() -> bool:
 
 
 def _is_ready(request: Request, soonest: Callable[[], float], until: float) -> bool:
-    return request.has_ended() or soonest() < until
+    return request.has_ended() or soonest() < until or request.has_failed()
 
 
 class Endpoint:

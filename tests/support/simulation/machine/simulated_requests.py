@@ -124,6 +124,10 @@ class Request:
     def check_start(self) -> None:
         """Raise where a message cannot be sent or received again."""
 
+    def has_failed(self) -> bool:
+        """Whether its owner knows that it will not end; since a moment, perhaps, when its rank was held up."""
+        return self.network.failures is not None and self.network.failures.of(self) is not None
+
     def check_failure(self) -> None:
         """Raise where this request will not end, for a process is lost or the communicator revoked."""
         error = None if self.network.failures is None else self.network.failures.of(self)

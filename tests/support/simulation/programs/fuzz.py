@@ -6,6 +6,7 @@ import random
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import hypothesis
@@ -82,4 +83,6 @@ class Fuzz:
             return "an error has ended a thread: " + "\n".join(end.died)
         # What is sent between nodes is rounded once more.
         setting = replace(self.setting, ranks_per_node=1 if end.nodes > 1 else None)
-        return judge(self.program, setting, [self.found[rank] for rank in range(setting.ranks)], self.expected)
+        found = [self.found[rank] for rank in range(setting.ranks)]
+        with ThreadPoolExecutor(setting.ranks) as pool:
+            return judge(self.program, setting, found, self.expected, partial(simulate, ranks=setting.ranks, pool=pool))
