@@ -1,7 +1,6 @@
 """The settings (knobs): every environment variable hvlike reads, in one table, read once by init().
 
-A setting NAME is set by HVLIKE_NAME, or by HOROVOD_NAME where Horovod has it too, or by a line HVLIKE_NAME=value
-(or HOROVOD_NAME=value) of the file that HVLIKE_KNOBS_FILE names. The environment wins over the file.
+A setting NAME is set by HVLIKE_NAME, or by HOROVOD_NAME where Horovod has it too.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from hvlike.errors import UsageError
@@ -103,13 +101,9 @@ DYNAMIC = "DYNAMIC"  # HVLIKE_TIMELINE that names no file: the program calls sta
 class Config:
     """The values of this run, and the table of all settings."""
 
-    knobs_file: str | None = setting(None, PATH, "a file with lines NAME=value", same=False)
     # Where the ranks run
     ranks_per_node: int | None = setting(
         None, whole(1), "treat every N ranks of a host as a node of their own, for tests"
-    )
-    init_patience: float = setting(
-        60.0, number(0.001), "seconds until init() warns that ranks are missing", name="INIT_PATIENCE_SECONDS"
     )
     mpi_threads_disable: bool = shared(False, SWITCH, "1: ask MPI for THREAD_SERIALIZED, not THREAD_MULTIPLE")
     thread_affinity: tuple[int, ...] | None = shared(
@@ -127,11 +121,9 @@ class Config:
         0.0, number(0), "milliseconds for which rank 0 collects operations before it announces them"
     )
     fusion_threshold: int = shared(64 << 20, whole(0), "bytes of operations that run as one; 0: each runs alone")
-    disable_group_fusion: bool = shared(False, SWITCH, "1: grouped operations are not fused with others")
     cache_capacity: int = shared(
         4096, whole(0), "how many operations the ranks remember, to send a number in place of a description"
     )
-    express: bool = setting(True, SWITCH, "0: negotiate every allreduce, even one that all ranks call at the same time")
     # Gradients
     gradients: str = setting(
         ADJOINT,
@@ -165,12 +157,14 @@ class Config:
     # Autotune
     autotune: bool = shared(False, SWITCH, "1: try several bucket sizes during training, and keep the fastest")
     autotune_log: str | None = shared(None, PATH, "rank 0 writes every sample there, as CSV", same=False)
-    autotune_warmup_samples: int = shared(3, whole(0), "samples discarded at the start")
     autotune_steps_per_sample: int = shared(10, whole(1), "training steps measured for one sample")
     # What the user is told
     stall_check_disable: bool = shared(False, SWITCH, "1: do not report ranks that wait long")
     stall_check_seconds: float = shared(
-        60.0, number(1), "seconds of waiting before a warning names the missing ranks", name="STALL_CHECK_TIME_SECONDS"
+        60.0,
+        number(1),
+        "seconds of waiting, in init() too, before a warning names the missing ranks",
+        name="STALL_CHECK_TIME_SECONDS",
     )
     stall_shutdown_seconds: float = shared(
         0.0, number(0), "seconds of waiting before StalledError; 0: never", name="STALL_SHUTDOWN_TIME_SECONDS"
@@ -199,7 +193,10 @@ _IGNORED_BECAUSE = {
     "the way is chosen from where the ranks run": ("HIERARCHICAL_ALLREDUCE HIERARCHICAL_ALLGATHER TORUS_ALLREDUCE"),
     "MPI is the only transport": "CONTROLLER CPU_OPERATIONS",
     "the backend chooses its pieces": "ADASUM_MPI_CHUNK_SIZE",
-    "a few bucket sizes are tried in turn": "AUTOTUNE_BAYES_OPT_MAX_SAMPLES AUTOTUNE_GAUSSIAN_PROCESS_NOISE",
+    "a few bucket sizes are tried in turn": (
+        "AUTOTUNE_WARMUP_SAMPLES AUTOTUNE_BAYES_OPT_MAX_SAMPLES AUTOTUNE_GAUSSIAN_PROCESS_NOISE"
+    ),
+    "groups may be fused: no result changes by it": "DISABLE_GROUP_FUSION",
     "for Horovod's GPU streams and kernels": (
         "NUM_NCCL_STREAMS BATCH_D2D_MEMCOPIES ENABLE_ASYNC_COMPLETION DISABLE_NVTX_RANGES ENABLE_XLA_OPS"
     ),
@@ -219,21 +216,13 @@ _OTHER_NAMES = re.compile(
 
 
 def read_config(environment: Mapping[str, str]) -> Config:
-    """Return the settings of `environment` and of the file that it names, the others at their defaults.
+    """Return the settings of `environment`, the others at their defaults.
 
-    Raises: UsageError for a wrong value, for two spellings that differ, for a file that cannot be read or has unknown
-        names in it. The text names variable, value and what was expected.
+    Raises: UsageError for a wrong value, and for two spellings that differ. The text names variable, value and what was
+        expected.
     """
-    values: dict[str, Any] = {}
-    path = _value(SETTINGS["knobs_file"], environment, "")
-    settings = _read_file(path) if path else {}
-    for field, entry in SETTINGS.items():
-        value = _value(entry, environment, "")
-        if value is None and settings:
-            value = _value(entry, settings, f" in {path}")
-        if value is not None:
-            values[field] = value
-    return Config(**values)
+    values = {field: _value(entry, environment) for field, entry in SETTINGS.items()}
+    return Config(**{field: value for field, value in values.items() if value is not None})
 
 
 def unknown_variables(environment: Mapping[str, str]) -> dict[str, str]:
@@ -257,7 +246,7 @@ def _meant(name: str) -> str:
     return f": did you mean {(same_prefix or [by_name[close[0]].variable])[0]}?"
 
 
-def _value(entry: Setting, texts: Mapping[str, str], where: str) -> Any:
+def _value(entry: Setting, texts: Mapping[str, str]) -> Any:
     """Return the value that `texts` give a setting, None if they give none. An empty text gives none."""
     found = {}
     for spelling in entry.spellings:
@@ -266,33 +255,12 @@ def _value(entry: Setting, texts: Mapping[str, str], where: str) -> Any:
             try:
                 found[spelling] = entry.kind.parse(text)
             except (ValueError, KeyError):
-                raise UsageError(f"{spelling}={text!r}{where}: expected {entry.kind.expected}.") from None
+                raise UsageError(f"{spelling}={text!r}: expected {entry.kind.expected}.") from None
     values = list(found.values())
     if any(value != values[0] for value in values):
         values_given = " but ".join(f"{spelling}={texts[spelling]}" for spelling in found)
-        raise UsageError(f"{values_given}{where}: two spellings of one knob differ. Set only one of them.")
+        raise UsageError(f"{values_given}: two spellings of one knob differ. Set only one of them.")
     return values[0] if values else None
-
-
-def _read_file(path: str) -> dict[str, str]:
-    """Return the lines NAME=value of a file. Empty lines and those that begin with # are skipped."""
-    known = {spelling for entry in SETTINGS.values() for spelling in entry.spellings} - {OURS + "KNOBS_FILE"}
-    try:
-        lines = Path(path).read_text().splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"HVLIKE_KNOBS_FILE={path}: the file cannot be read: {error}.") from None
-    settings = {}
-    for number_of_line, line in enumerate(lines, 1):
-        if not line.strip() or line.lstrip().startswith("#"):
-            continue
-        name, equals, value = line.partition("=")
-        if not equals or name.strip() not in known:
-            raise UsageError(
-                f"HVLIKE_KNOBS_FILE={path}, line {number_of_line}: expected NAME=value with a name of {page('knobs')}, "
-                f"got {line!r}."
-            )
-        settings[name.strip()] = value.strip()
-    return settings
 
 
 def differing(configs: Sequence[Config]) -> str | None:

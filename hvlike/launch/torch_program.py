@@ -45,7 +45,7 @@ def set_variables() -> None:
     knobs = read_config(os.environ)
     world = World.start(
         ranks_per_node=knobs.ranks_per_node,
-        patience=knobs.init_patience,
+        patience=knobs.stall_check_seconds,
         limit=knobs.stall_shutdown_seconds,
         serialized=knobs.mpi_threads_disable,
     )

@@ -32,6 +32,7 @@ from hvlike.training.gradients.reduction import DISTRIBUTED_OPTIMIZER
 _log = logging.getLogger("hvlike")
 
 BUCKET_BYTES = tuple(mebibytes << 20 for mebibytes in (1, 4, 16, 64))
+WARMUP_SAMPLES = 3  # Discarded at the start
 ROUNDS = 2  # How often each is tried: one disturbed sample loses nothing
 COLUMNS = ("sample", "warmup", "bucket_bytes", "first_bucket_bytes", "seconds_per_step")
 """Of the CSV file: sample from 1, whether it was thrown away, sizes, median time of a step on the slowest rank."""
@@ -93,7 +94,7 @@ class Tuner:
         self._process_set = process_set
         self._group = current().find_set(process_set, "Autotune").group
         self._sampler = StepSampler(config.autotune_steps_per_sample)
-        self._warmup = config.autotune_warmup_samples
+        self._warmup = WARMUP_SAMPLES
         self._candidates = make_candidates(self.sizes)
         self._seconds: list[float] = []
         self._samples = 0

@@ -55,7 +55,6 @@ class Executor:
         self.site = ExecutionSite(queues, knobs)
         self._trace = trace
         self._limit = knobs.fusion_threshold
-        self._whole_groups = knobs.disable_group_fusion
         self._opening = opening
         self._single = 0
         self._plain = PlainAllreduces(queues.first)
@@ -63,7 +62,7 @@ class Executor:
     def run(self, agreed: list[Agreed]) -> None:
         """Run what was agreed, each batch as one job on the first queue."""
         queue = self.site.queues.first
-        batches = [agreed] if len(agreed) == 1 else fuse(agreed, self._limit, whole_groups=self._whole_groups)
+        batches = [agreed] if len(agreed) == 1 else fuse(agreed, self._limit)
         for batch in batches:
             if batch[0][0].spec.kind == "barrier":
                 self._end_barriers(batch)
@@ -147,19 +146,14 @@ class Executor:
         return run
 
 
-def fuse(agreed: Sequence[Agreed], limit: int, *, whole_groups: bool = False) -> list[list[Agreed]]:
+def fuse(agreed: Sequence[Agreed], limit: int) -> list[list[Agreed]]:
     """Join neighbours that one job can do, up to `limit` bytes; it depends on the announcement alone."""
     batches: list[list[Agreed]] = []
     filled = 0
     for each in agreed:
         size = size_of(each)
-        kind = fusion_kind(each[0].spec, whole_groups=whole_groups)
-        if (
-            batches
-            and kind is not None
-            and kind == fusion_kind(batches[-1][-1][0].spec, whole_groups=whole_groups)
-            and filled + size <= limit
-        ):
+        kind = fusion_kind(each[0].spec)
+        if batches and kind is not None and kind == fusion_kind(batches[-1][-1][0].spec) and filled + size <= limit:
             batches[-1].append(each)
             filled += size
         else:
@@ -168,9 +162,7 @@ def fuse(agreed: Sequence[Agreed], limit: int, *, whole_groups: bool = False) ->
     return batches
 
 
-def fusion_kind(spec: RequestSpec, *, whole_groups: bool) -> Any:
-    if whole_groups and len(spec.shapes) > 1:
-        return None
+def fusion_kind(spec: RequestSpec) -> Any:
     if spec.kind in ("allreduce", "reducescatter"):
         return (spec.kind, spec.device, spec.op, spec.prescale, spec.postscale)
     return (spec.kind, spec.device) if spec.kind in ("allgather", "broadcast", "barrier") else None

@@ -46,7 +46,7 @@ class Context:
         self.world = World.start(
             comm,
             ranks_per_node=knobs.ranks_per_node,
-            patience=knobs.init_patience,
+            patience=knobs.stall_check_seconds,
             limit=knobs.stall_shutdown_seconds,
             serialized=knobs.mpi_threads_disable,
             spares=knobs.spares,
@@ -58,7 +58,7 @@ class Context:
         self._guard = Guard(world.mpi, world.rank, str(world), self._exit, on_first_node=world.on_first_node)
         self._given = list(process_sets)
         self._restarted = isinstance(comm, Job)
-        with init_watchdog(knobs.init_patience, knobs.stall_shutdown_seconds, give_up):
+        with init_watchdog(knobs.stall_check_seconds, knobs.stall_shutdown_seconds, give_up):
             if self.world.job is not None and (self.world.job.waits or self._restarted):
                 process_sets = self._sets_of_survivors(self.world.job)
             self._connect(process_sets, settings)

@@ -57,7 +57,7 @@ class ProcessSetState:
         self._fabric = fabric
         opening = None
         apart = len(group.nodes) == group.size <= MOST_MEMBERS
-        if group.size > 1 and knobs.express and (apart or len(group.nodes) == 1):
+        if group.size > 1 and (apart or len(group.nodes) == 1):
             opening = self._open_messages if apart else self._open_board
         self.executor = Executor(self.queues, trace, knobs, opening)
         self._router = router

@@ -108,10 +108,9 @@ def test_a_large_operation_runs_alone() -> None:
     assert names(fuse([ask("a", 1), ask("b", 500), ask("c", 1)], 100)) == ["a", "b", "c"]
 
 
-def test_groups_can_be_kept_apart() -> None:
+def test_groups_are_joined_with_others() -> None:
     agreed = [ask("a", 1), ask("b", 1, 1), ask("c", 1, 1), ask("d", 1), ask("e", 1)]
     assert names(fuse(agreed, 100)) == ["abcde"]
-    assert names(fuse(agreed, 100, whole_groups=True)) == ["a", "b", "c", "de"]
 
 
 LARGE = 20_000

@@ -1,7 +1,6 @@
-"""The table of knobs: spellings, ranges, the file of settings, ranks that differ."""
+"""The table of knobs: spellings, ranges, ranks that differ."""
 
 import dataclasses
-from pathlib import Path
 
 import pytest
 
@@ -46,17 +45,14 @@ def test_every_field_is_a_knob_with_a_name_of_its_own() -> None:
     assert read_config({}) == Config()
 
 
-@pytest.mark.parametrize("field", [field for field in SETTINGS if field != "knobs_file"])
-def test_every_knob_is_read_in_each_spelling_and_from_a_file(field: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("field", SETTINGS)
+def test_every_knob_is_read_in_each_spelling(field: str) -> None:
     entry = SETTINGS[field]
     text = sample(entry)
     value = entry.kind.parse(text)
     assert value != entry.default
     for spelling in entry.spellings:
         assert getattr(read_config({spelling: text}), field) == value
-        path = tmp_path / spelling
-        path.write_text(f"# the best setting\n\n{spelling} = {text}\n")
-        assert getattr(read_config({"HVLIKE_KNOBS_FILE": str(path)}), field) == value
     assert entry.horovod == (f"HOROVOD_{entry.name}" in entry.spellings)
     if not entry.horovod:
         assert read_config({f"HOROVOD_{entry.name}": text}) == Config()
@@ -78,30 +74,6 @@ def test_two_spellings_may_agree_but_not_differ() -> None:
     assert read_config({"HVLIKE_CYCLE_TIME": "1", "HOROVOD_CYCLE_TIME": "1.0"}).cycle_time == 1
     with pytest.raises(UsageError, match="HVLIKE_CYCLE_TIME=1 but HOROVOD_CYCLE_TIME=2: two spellings"):
         read_config({"HVLIKE_CYCLE_TIME": "1", "HOROVOD_CYCLE_TIME": "2"})
-
-
-def test_the_environment_wins_over_the_file(tmp_path: Path) -> None:
-    path = tmp_path / "knobs"
-    path.write_text("HVLIKE_CYCLE_TIME=5\nHVLIKE_FUSION_THRESHOLD=1000\n")
-    knobs = read_config({"HVLIKE_KNOBS_FILE": str(path), "HOROVOD_CYCLE_TIME": "2"})
-    assert (knobs.cycle_time, knobs.fusion_threshold) == (2.0, 1000)
-
-
-@pytest.mark.parametrize("line", ["HVLIKE_CYCLE_TIM=1", "CYCLE_TIME=1", "HVLIKE_CYCLE_TIME", "HVLIKE_KNOBS_FILE=other"])
-def test_a_line_that_says_nothing_is_refused(line: str, tmp_path: Path) -> None:
-    path = tmp_path / "knobs"
-    path.write_text(f"HVLIKE_AUTOTUNE=1\n{line}\n")
-    with pytest.raises(UsageError, match=r"knobs, line 2: expected NAME=value"):
-        read_config({"HVLIKE_KNOBS_FILE": str(path)})
-
-
-def test_a_wrong_value_and_a_missing_file_are_named(tmp_path: Path) -> None:
-    path = tmp_path / "knobs"
-    with pytest.raises(UsageError, match="the file cannot be read"):
-        read_config({"HVLIKE_KNOBS_FILE": str(path)})
-    path.write_text("HVLIKE_CYCLE_TIME=x\n")
-    with pytest.raises(UsageError, match=f"HVLIKE_CYCLE_TIME='x' in {path}: expected a number"):
-        read_config({"HVLIKE_KNOBS_FILE": str(path)})
 
 
 def test_ranks_that_differ_are_named_with_their_values() -> None:

@@ -9,10 +9,10 @@ import torch
 from support.training.problem import loss_of, make_model, same_on_all_ranks, share, whole_batch
 from torch import nn
 
-from hvlike.training.autotune import BUCKET_BYTES, COLUMNS, ROUNDS
+from hvlike.training.autotune import BUCKET_BYTES, COLUMNS, ROUNDS, WARMUP_SAMPLES
 
-STEPS, WARMUP, SAMPLES = 2, 1, ROUNDS * (1 + len(BUCKET_BYTES))
-ENOUGH = (STEPS + 1) * (WARMUP + SAMPLES) + 2
+STEPS, SAMPLES = 2, ROUNDS * (1 + len(BUCKET_BYTES))
+ENOUGH = (STEPS + 1) * (WARMUP_SAMPLES + SAMPLES) + 2
 
 
 @pytest.fixture
@@ -42,7 +42,6 @@ def tuning(folder: Path) -> dict[str, object]:
         "AUTOTUNE": 1,
         "BUCKET_BYTES": 256,
         "AUTOTUNE_LOG": folder / "log.csv",
-        "AUTOTUNE_WARMUP_SAMPLES": WARMUP,
         "AUTOTUNE_STEPS_PER_SAMPLE": STEPS,
     }
 
@@ -84,10 +83,10 @@ def test_every_sample_is_logged_and_the_fastest_sizes_stay(
     assert hvd.allgather_object(sizes) == [sizes] * hvd.size()
     header, *rows = (line.split(",") for line in (folder / "log.csv").read_text().splitlines())
     assert header == list(COLUMNS)
-    expected = [[str(number), str(int(number <= WARMUP))] for number in range(1, WARMUP + SAMPLES + 1)]
+    expected = [[str(number), str(int(number <= WARMUP_SAMPLES))] for number in range(1, WARMUP_SAMPLES + SAMPLES + 1)]
     assert [row[:2] for row in rows] == expected
     seconds: dict[str, float] = {}
-    for row in rows[WARMUP:]:
+    for row in rows[WARMUP_SAMPLES:]:
         seconds[row[2]] = seconds.get(row[2], 0.0) + float(row[-1])
     assert len(seconds) == SAMPLES / ROUNDS
     assert str(sizes.bucket_bytes) == min(seconds, key=seconds.__getitem__)
@@ -132,7 +131,7 @@ def test_a_search_outlives_a_join(hvd: ModuleType, knobs: Callable[..., None], f
         hvd.join()
         hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     samples = len((folder / "log.csv").read_text().splitlines()) - 1
-    assert samples > WARMUP
+    assert samples > WARMUP_SAMPLES
     assert (
         hvd.allgather_object(optimizer.gradients.reducers.tuner.sizes)
         == [optimizer.gradients.reducers.tuner.sizes] * hvd.size()
