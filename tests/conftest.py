@@ -111,6 +111,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.timeout(270))
     if TAKES_TURNS:
         _leave_out(config, items, others_turn(items))
+        if SIZE == 1:
+            _leave_out(config, items, others_half(items))
     chosen, _, parts = PART.partition("/")
     places = [int(each) - 1 for each in chosen.split(",")]
     # What shares a costly fixture stays in one part.
@@ -137,6 +139,18 @@ def others_turn(items: list[pytest.Item]) -> list[pytest.Item]:
     for name, cases in groups.items():
         left.extend(case for case, now in zip(cases, tried[name], strict=True) if not now)
     return left
+
+
+def others_half(items: list[pytest.Item]) -> list[pytest.Item]:
+    """Return the tests of every second file of ranks/: one rank runs them in other commits, three ranks in this one."""
+    from support.jobs_of_commit import Turn, number_of_commit
+
+    number = number_of_commit()
+    files = {item: item.path.relative_to(TESTS) for item in items if not item.get_closest_marker("pure")}
+    left = [
+        file.parts[0] == "ranks" and not Turn(1, 1, of=2).of_commit(str(file), number)[0] for file in files.values()
+    ]
+    return [item for item, is_left in zip(files, left, strict=True) if is_left]
 
 
 def _leave_out(config: pytest.Config, items: list[pytest.Item], others: list[pytest.Item]) -> None:

@@ -37,6 +37,7 @@ def test_the_language_model_learns_to_foretell_letters(output_of: Callable[[str]
     assert after < 20 < 60 < before
 
 
+@pytest.mark.in_turn(1, of=2)
 def test_the_hybrid_of_four_ranks_trains_as_one_process_does(output_of: Callable[[str], str]) -> None:
     output = output_of("hybrid")
     losses = numbers(r"epoch \d+: loss ([\d.]+)", output)

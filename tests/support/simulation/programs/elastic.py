@@ -6,6 +6,7 @@ trained, whoever was lost in between, and must come to the same parameters.
     killed     one or two processes, at any points, spares too
     raises     one rank, in a step: only that rank ends
     error      one rank meets an internal error in a step: all go back to the last commit
+    late       one or two processes, some points after they have trained: the others may be on their way out
     cut        a node is cut off: the side of the majority goes on, of two halves that with rank 0; the others end
 
 All that are left have to end well, with the same result, soon after the last loss. The job may end instead where a rank
@@ -14,12 +15,15 @@ was lost before all were through init().
 
 from __future__ import annotations
 
+import contextlib
 import io
 import math
 import random
 import shutil
+import signal
 import weakref
 from bisect import insort
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -34,7 +38,9 @@ from torch import Tensor, nn
 
 from hvlike.training.elastic.checkpoint_files import list_files, read
 
-WAYS = ("killed", "killed", "killed", "raises", "error", "cut")
+WAYS = ("killed", "killed", "killed", "late", "raises", "error", "cut")
+ACTS = ("raises", "error", "cut")  # What a rank does in a step
+LATE_POINTS = 400
 HEARTBEAT_SECONDS = 8.0  # Where a link is cut; longer than ranks are held up
 RECOVERY_SECONDS = 6.0
 """From the last loss to the end of the training. MPI may hear of a loss after 1.5 s, and the steps take some time."""
@@ -54,6 +60,12 @@ def repeat(history: list[tuple[int, int]]) -> list[Tensor]:
             (loss_of(model, step, rank) / size).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
     return [each.detach() for each in model.parameters()]
+
+
+def _kill(kill: Callable[[int, int], object], process: int) -> None:
+    """Unless it has ended."""
+    with contextlib.suppress(ProcessLookupError):
+        kill(process, signal.SIGKILL)
 
 
 def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
@@ -90,7 +102,8 @@ class Elastic:
         points = [first + int(number * draw.expovariate(1.0) * gap) for number in range(len(culprits))]
         way = draw.choice(WAYS)
         spares = draw.choice([0, 0, 1]) if size > 2 and way != "cut" else 0
-        at, every = draw.randrange(steps), draw.randint(1, 3)
+        # The last step, too: what follows it is the end of the job.
+        at, every = draw.choice([draw.randrange(steps), steps - 1]), draw.randint(1, 3)
         return cls(steps, every, way, culprits, points, at, spares, draw.random() < 0.3)
 
     def options(self) -> dict[str, Any]:
@@ -116,7 +129,7 @@ class Elastic:
 
         def train(state: Any) -> None:
             while state.step < self.steps:
-                if state.step == self.at and rank == self.culprits[0] and self.way != "killed" and not self.acted:
+                if state.step == self.at and rank == self.culprits[0] and self.way in ACTS and not self.acted:
                     self.acted.append(system.monotonic())
                     if self.way == "cut":
                         self._cut(system.mpi().job, rank)
@@ -134,6 +147,9 @@ class Elastic:
         hvd.elastic.run(train)(state)
         self.done[rank] = system.monotonic()
         self._check(rank, state.history, [each.detach() for each in model.parameters()])
+        if self.way == "late" and rank in self.culprits:
+            kill = partial(_kill, system.kill, system.process())
+            self._plan(system.mpi().job.scheduler, self.points[self.culprits.index(rank)] % LATE_POINTS, kill)
         hvd.shutdown()
         history: list[tuple[int, int]] = state.history
         return history
@@ -148,9 +164,12 @@ class Elastic:
         """Cut the link of this rank's node some points from now."""
         node = network.node_of[rank]
         if len(set(network.node_of.values())) > 1:
-            event = network.scheduler.points + self.points[0] % 1000, partial(network.cut_off, node)
-            insort(network.scheduler.events, event, key=lambda each: each[0])
+            self._plan(network.scheduler, self.points[0] % 1000, partial(network.cut_off, node))
             self.apart += [each for each, place in network.node_of.items() if place == node]
+
+    def _plan(self, scheduler: Any, points: int, act: Callable[[], object]) -> None:
+        """Have something happen so many points from now."""
+        insort(scheduler.events, (scheduler.points + points, act), key=lambda each: each[0])
 
     def judge(self, end: JobEnd) -> str | None:
         """Why the job has not ended as it should; None if it has."""

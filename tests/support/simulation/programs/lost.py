@@ -34,6 +34,7 @@ LATE_SECONDS = 20.0
 """What a launcher takes that is later than that."""
 IN_CALLS = 0.1  # Of the jobs: the first rank is killed in small calls
 CALLS = 60
+IN_SETS = 0.1  # Of the jobs: the culprit leaves as soon as a process set is there, for itself
 POINTS_BEFORE = 700  # Until the ranks of a small job are through init
 
 
@@ -71,6 +72,8 @@ class Lost:
             # Who decides for all that they make a call now is gone between two of its stores.
             at = POINTS_BEFORE + int(draw.expovariate(1 / 1_500))
             return replace(job, steps=["inline"] * CALLS, culprit=0, way="killed", at=at, launcher_seconds=LATE_SECONDS)
+        if draw.random() < IN_SETS and size > 2:
+            return replace(job, steps=["new set"], way=draw.choice(["leaves", "ends"]), at=0)
         return job
 
     def options(self) -> dict[str, Any]:
@@ -89,6 +92,8 @@ class Lost:
             sgd = torch.optim.SGD(model.parameters(), lr=0.05)
             optimizer = hvd.DistributedOptimizer(sgd, model.named_parameters())
             for number, step in enumerate(self.steps):
+                if step == "new set":
+                    self.sets[rank] = hvd.add_process_set(sorted({self.culprit, (self.culprit + 1) % hvd.size()}))
                 if number == self.at and rank == self.culprit and self.way != "killed":
                     self.acted.append(system.monotonic())
                     if self._act(hvd):
@@ -151,6 +156,8 @@ class Lost:
         elif step == "set" and rank % 2 == 0 and size > 1:
             found = hvd.allreduce(torch.ones(700), name=f"set {number}", op=hvd.Sum, process_set=self.sets[rank])
             expect(found, torch.full((700,), float((size + 1) // 2)), f"rank {rank}: set")
+        elif step == "new set" and self.sets[rank].included():
+            hvd.allreduce(torch.ones(700), name="new set", process_set=self.sets[rank])
         elif step == "zero":
             self._train(number, rank, model, self._zero(hvd, model))
         elif step in ("torch", "message", "rpc"):
