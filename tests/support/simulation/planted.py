@@ -228,11 +228,6 @@ PLANTS = [
         kinds=("elastic",),
     ),
     plant(
-        "the end of a job waits for what was sent to a lost rank",
-        ("collectives/health/shutdown_barrier.py", " or self._lost or (self._all_left", " or (self._all_left"),
-        kinds=("elastic",),
-    ),
-    plant(
         "the wait for what was agreed is taken for one for the next of that name",
         (
             "collectives/health/wait_for_graph.py",
@@ -261,15 +256,6 @@ PLANTS = [
         kinds=("join",),
     ),
     plant(
-        "a set that is made later does not know who has left",
-        (
-            "collectives/session/process_set_state.py",
-            "            self.set_states[number].lose(self._departures.errors)\n",
-            "",
-        ),
-        kinds=("lost",),
-    ),
-    plant(
         "a receive from any rank ends with the first rank that leaves",
         ("torch_distributed/point_to_point.py", "if self.ranks[position] not in in_order]", "]"),
         kinds=("torch",),
@@ -284,11 +270,6 @@ PLANTS = [
         kinds=("bells",),
     ),
     plant(
-        "a driver leaves while something runs, and wakes nobody",
-        (LOOP, "        elif again or self._inbox or self._tasks:\n", "        elif again:\n"),
-        kinds=("prompt",),
-    ),
-    plant(
         "a rank that departs wakes nobody",
         (
             SYNC,
@@ -296,16 +277,6 @@ PLANTS = [
             "        region.mine.words[DEPARTED] = number\n",
         ),
         kinds=("bells",),
-    ),
-    plant(
-        "a message that is incomplete holds up those of others",
-        (
-            "transport/messages/channel.py",
-            "        received = self._complete_incoming() if self._incoming else False\n",
-            "        received = self._complete_incoming() if self._incoming else False\n"
-            "        if self._incoming:\n            return received\n",
-        ),
-        kinds=("elastic",),
     ),
     plant(
         "who is told to hurry offers what it has passed",
@@ -318,24 +289,9 @@ PLANTS = [
         kinds=("inline", "calls"),
     ),
     plant(
-        "who leaves the loop to one that waits does not say what is left there",
+        "a driver leaves while something runs, and wakes nobody",
         (LOOP, "self._is_left_undriven = again or bool(self._inbox or self._tasks)", "self._is_left_undriven = again"),
         kinds=("prompt",),
-    ),
-    # No job has found these yet.
-    plant(
-        "who passes an operation does not tell those that wait for it",
-        (
-            AGREEMENT,
-            "                    self._pass(value + 1)\n            self._send(rank, PASS, value)\n",
-            "                    self._pass(value + 1)\n",
-        ),
-        kinds=("prompt", "inline"),
-    ),
-    plant(
-        "who has joined passes nothing in the epoch that begins meanwhile",
-        (AGREEMENT, "self._queue.next_epoch if self._away else self._queue.entered", "self._queue.entered"),
-        kinds=("join",),
     ),
     plant(
         "who has heard that the session of RPC is over takes who has left for vanished",
@@ -345,17 +301,6 @@ PLANTS = [
             "agent.vanished\n",
         ),
         kinds=("rpc", "leavers"),
-    ),
-    plant(
-        "others hear of a join before there is what stands in for this rank",
-        (
-            "collectives/api/barrier_join.py",
-            "    current().fabric.loop.post(lambda: proxies.begin(planned), wake=False)\n"
-            "    return submit_join(set_state, JOIN_KEY, request, wake=False)\n",
-            "    handle = submit_join(set_state, JOIN_KEY, request, wake=False)\n"
-            "    current().fabric.loop.post(lambda: proxies.begin(planned), wake=False)\n"
-            "    return handle\n",
-        ),
     ),
     plant(
         "a member that has made the call that others wait for counts as behind",
@@ -375,3 +320,58 @@ PLANTS = [
         ),
     ),
 ]
+
+RARE = [
+    plant(
+        "the end of a job waits for what was sent to a lost rank",
+        ("collectives/health/shutdown_barrier.py", " or self._lost or (self._all_left", " or (self._all_left"),
+        kinds=("elastic",),
+    ),
+    plant(
+        "a set that is made later does not know who has left",
+        (
+            "collectives/session/process_set_state.py",
+            "            self.set_states[number].lose(self._departures.errors)\n",
+            "",
+        ),
+        kinds=("lost",),
+    ),
+    plant(
+        "a message that is incomplete holds up those of others",
+        (
+            "transport/messages/channel.py",
+            "        received = self._complete_incoming() if self._incoming else False\n",
+            "        received = self._complete_incoming() if self._incoming else False\n"
+            "        if self._incoming:\n            return received\n",
+        ),
+        kinds=("elastic",),
+    ),
+    plant(
+        "who passes an operation does not tell those that wait for it",
+        (
+            AGREEMENT,
+            "                    self._pass(value + 1)\n            self._send(rank, PASS, value)\n",
+            "                    self._pass(value + 1)\n",
+        ),
+        kinds=("prompt", "inline"),
+    ),
+    plant(
+        "who has joined passes nothing in the epoch that begins meanwhile",
+        (AGREEMENT, "self._queue.next_epoch if self._away else self._queue.entered", "self._queue.entered"),
+        kinds=("join",),
+    ),
+    plant(
+        "others hear of a join before there is what stands in for this rank",
+        (
+            "collectives/api/barrier_join.py",
+            "    current().fabric.loop.post(lambda: proxies.begin(planned), wake=False)\n"
+            "    return submit_join(set_state, JOIN_KEY, request, wake=False)\n",
+            "    handle = submit_join(set_state, JOIN_KEY, request, wake=False)\n"
+            "    current().fabric.loop.post(lambda: proxies.begin(planned), wake=False)\n"
+            "    return handle\n",
+        ),
+    ),
+]
+"""2 000 jobs do not find these. Tests of their own do: of found faults, of the agreement of inline operations. No test
+finds the message that is incomplete, or what stands in for a rank that joins.
+"""

@@ -185,6 +185,17 @@ def test_a_late_rank_that_is_told_to_hurry_negotiates_that_operation_only(ranks:
     assert ranks.settle() == [True] * ranks.size
 
 
+def test_who_is_told_to_hurry_answers_who_has_asked(ranks: Ranks) -> None:
+    last = ranks.size - 1
+    for rank in range(last):
+        ranks.offer(rank)
+    ranks.settle()
+    ranks.hurry(0)
+    while not ranks.wire(last, 0) and ranks.deliver():
+        pass
+    assert list(ranks.wire(last, 0)) == [("pass", 0)]
+
+
 def test_a_rank_that_is_away_passes(ranks: Ranks) -> None:
     ranks.offer(0)
     ranks.settle()

@@ -83,10 +83,11 @@ def test_a_rank_that_is_lost_gives_the_promised_error_to_who_hears_of_it_by_othe
 
 
 def test_the_end_of_a_job_does_not_wait_for_what_was_sent_to_a_rank_that_is_cut_off() -> None:
-    mpi = {"eager_limit": 0, "senders_must_call": True, "roots_run_ahead": False, "sockets_tell": True}
-    program = Elastic(steps=3, commit_every=1, way="cut", culprits=[0], points=[4747], at=2, spares=0)
+    mpi = {"eager_limit": 0, "senders_must_call": True, "roots_run_ahead": False, "sockets_tell": False}
     job = Draw(20047, "elastic", [[0], [1]], 40.0, [], False, mpi, "reordered")
-    assert what_is_wrong(job.run(program), job) is None
+    for points in (620, 660, 700):
+        program = Elastic(steps=3, commit_every=1, way="cut", culprits=[0], points=[points], at=2, spares=0)
+        assert what_is_wrong(job.run(program), job) is None, points
 
 
 def test_a_background_driver_hears_what_was_posted_before_others_saw_it_drive() -> None:

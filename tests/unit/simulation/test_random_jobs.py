@@ -2,7 +2,7 @@
 
 import pytest
 from support.fuzz.planted import Plant
-from support.simulation.planted import PLANTS
+from support.simulation.planted import PLANTS, RARE
 from support.simulation.programs.autograd import Autograd
 from support.simulation.programs.kinds import KINDS
 from support.simulation.programs.torch_groups import COLLECTIVES, Torch
@@ -24,7 +24,7 @@ def test_a_seed_is_the_same_job_every_time(kind: str) -> None:
     assert len(stories[0]) > 2
 
 
-@pytest.mark.parametrize("fault", PLANTS, ids=lambda fault: fault.name)
+@pytest.mark.parametrize("fault", PLANTS + RARE, ids=lambda fault: fault.name)
 def test_the_planted_faults_still_have_a_place(fault: Plant) -> None:
     assert not fault.missing()
 
