@@ -2,8 +2,7 @@
 
 The thread that waits drives. A thread that waits for a task takes the drive lock, advances every coroutine that can
 advance, and sleeps on the doorbell when none can. Other waiting threads sleep until their task is done or the lock is
-free. A background thread (thread_pool.py) drives only when no thread waits, and only while something is running: an
-idle process sleeps on its doorbell.
+free. A background thread (thread_pool.py) drives only while no thread waits and something runs: an idle process sleeps.
 
 Only the driver advances coroutines and runs what was posted; `begin` and `cancel` raise StateError elsewhere.
 """
@@ -332,7 +331,8 @@ class Loop:
             self._driver = 0
             self._lock.release()
         # Who waits drives next, or rings as it goes: this first, so that one of the two sees the other.
-        self._is_left_undriven = again or bool(self._inbox or self._tasks)
+        if again or self._inbox or self._tasks:
+            self._is_left_undriven = True
         if self._waiters:
             self._wake_waiters()
         elif self._is_left_undriven:

@@ -290,7 +290,7 @@ PLANTS = [
     ),
     plant(
         "a driver leaves while something runs, and wakes nobody",
-        (LOOP, "self._is_left_undriven = again or bool(self._inbox or self._tasks)", "self._is_left_undriven = again"),
+        (LOOP, "if again or self._inbox or self._tasks:", "if again:"),
         kinds=("prompt",),
     ),
     plant(
