@@ -11,7 +11,7 @@ from support.job import MODULE, job_environment, run_job
 
 from hvlike.bench.allreduce import RATIOS
 
-pytestmark = pytest.mark.in_turn(4)
+pytestmark = pytest.mark.in_turn(2)
 
 
 @pytest.mark.parametrize("ranks", [1, 3])

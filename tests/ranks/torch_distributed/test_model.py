@@ -70,7 +70,7 @@ def calls(draw: st.DrawFn, dtype: torch.dtype) -> Call:
 
 @pytest.mark.parametrize("groups", OF_GROUPS, indirect=True)
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype)[6:])
-@settings(max_examples=3, phases=[Phase.generate], report_multiple_bugs=False)
+@settings(max_examples=2, phases=[Phase.generate], report_multiple_bugs=False)
 @given(data=st.data())
 def test_programs(groups: list[Members | None], dtype: torch.dtype, data: st.DataObject) -> None:
     """What is asynchronous is waited for after all have begun."""

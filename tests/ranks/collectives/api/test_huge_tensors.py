@@ -18,6 +18,7 @@ def available_gib() -> float:
     return int(found[1]) / 2**20 if found else 0.0
 
 
+@pytest.mark.in_turn(1, of=2)
 def test_more_elements_than_a_c_int_can_count(hvd: ModuleType) -> None:
     if hvd.size() != 2:
         pytest.skip("takes several GiB a rank: runs at 2 ranks only")

@@ -56,6 +56,7 @@ def inline(hvd):
 
 # Three ranks on two busy cores: most calls are spared then.
 @pytest.mark.timeout(300)
+@pytest.mark.in_turn(16)
 @pytest.mark.parametrize("shape", [SMALL, MIDDLING, LARGE], ids=["small", "middling", "large"])
 @pytest.mark.parametrize("op", OPS, ids=str)
 def test_results_are_those_of_the_ordinary_way(hvd, inline, op, shape):
@@ -77,6 +78,7 @@ def test_results_are_those_of_the_ordinary_way(hvd, inline, op, shape):
         assert (inline.served > before) is not narrow_mean, dtype
 
 
+@pytest.mark.in_turn(8)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("shape", [SMALL, MIDDLING, LARGE], ids=["small", "middling", "large"])
 def test_results_have_the_same_bits_as_on_the_ordinary_way(hvd, inline, shape, dtype):

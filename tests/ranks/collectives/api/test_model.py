@@ -104,7 +104,7 @@ def run(hvd: ModuleType, sets: list[ProcessSet | None], program: Program) -> Non
 
 @pytest.mark.parametrize("way", WAYS, indirect=True)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@settings(max_examples=3, phases=[Phase.generate], report_multiple_bugs=False)
+@settings(max_examples=2, phases=[Phase.generate], report_multiple_bugs=False)
 @given(data=st.data(), together=st.booleans())
 def test_programs(
     hvd: ModuleType, sets: list[ProcessSet | None], dtype: torch.dtype, data: st.DataObject, together: bool
@@ -124,7 +124,7 @@ def test_programs(
     assert not failures, failures
 
 
-@settings(max_examples=12)
+@settings(max_examples=6)
 @given(dtype=st.sampled_from(DTYPES), data=st.data(), numbers=st.lists(st.integers(0, 11), min_size=1, max_size=3))
 @pytest.mark.parametrize("way", ["shared"], indirect=True)
 def test_barriers_pass_operations_in_flight(

@@ -131,18 +131,21 @@ WAYS = ["optimizer", "ddp", "find unused", "static graph", "hook", "zero", "zero
 WHILE_ACCUMULATING = [freeze_a_layer, freeze_in_turn, thaw]
 
 
+@pytest.mark.in_turn(16)
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("way", WAYS)
 def test_between_two_steps(hvd: ModuleType, way: str, change: Change) -> None:
     check(hvd, way, change)
 
 
+@pytest.mark.in_turn(6)
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("way", ["optimizer", "ddp"])
 def test_before_a_local_pass(hvd: ModuleType, way: str, change: Change) -> None:
     check(hvd, way, change, when="before")
 
 
+@pytest.mark.in_turn(6)
 @pytest.mark.parametrize("change", WHILE_ACCUMULATING)
 @pytest.mark.parametrize("way", [*WAYS[:5], "optimizer, with passes"])
 def test_between_the_passes_of_a_step(hvd: ModuleType, way: str, change: Change) -> None:
@@ -283,6 +286,7 @@ def test_a_pass_on_one_rank_while_layers_rest(hvd: ModuleType, find_unused: bool
 # -- where buckets start in backward, to the end of the file ----------------------------------------
 
 
+@pytest.mark.in_turn(8)
 @pytest.mark.usefixtures("beside_backward")
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("way", ["optimizer", "ddp", "find unused"])
@@ -290,6 +294,7 @@ def test_between_two_steps_beside_backward(hvd: ModuleType, way: str, change: Ch
     check(hvd, way, change)
 
 
+@pytest.mark.in_turn(3)
 @pytest.mark.usefixtures("beside_backward")
 @pytest.mark.parametrize("change", WHILE_ACCUMULATING)
 @pytest.mark.parametrize("way", ["optimizer", "optimizer, with passes"])

@@ -147,11 +147,13 @@ def run(hvd: ModuleType, kind: str) -> None:
     compare(hvd, make)
 
 
+@pytest.mark.in_turn(6)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_step(hvd: ModuleType, kind: str) -> None:
     run(hvd, kind)
 
 
+@pytest.mark.in_turn(3)
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("way", ["optimizer", "ddp", "ddp around it"])
 def test_a_model(hvd: ModuleType, way: str, backend: str) -> None:

@@ -24,6 +24,7 @@ pytestmark = [pytest.mark.differs_by_ranks(2), pytest.mark.differs_by_overlap]
 WAYS = {"ddp": [0, 1], "optimizer": [0], "optimizer, no_sync": [1], "zero": [0], "ddp, zero": [1]}
 
 
+@pytest.mark.in_turn(24)
 @pytest.mark.parametrize(
     ("way", "name", "schedule", "passes", "clip"),
     [(way, *case) for way, places in WAYS.items() for number, case in enumerate(CASES) if number // 2 % 2 in places],
@@ -154,6 +155,7 @@ def plain(kind: str, passes: int, clipping: bool) -> list[Tensor]:
     return parameters
 
 
+@pytest.mark.in_turn(3)
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_ranks_together_equal_one_process(hvd: ModuleType, kind: str) -> None:
     pairs = list(itertools.product([None, 2, "lists"], ["none", "fp16", "bf16"]))

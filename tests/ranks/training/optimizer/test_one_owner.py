@@ -33,7 +33,7 @@ def check_four_steps(module: nn.Module, *ways: str) -> None:
 
 
 @pytest.mark.mpi(min_size=2)
-@pytest.mark.in_turn(8)
+@pytest.mark.in_turn(4)
 @pytest.mark.parametrize("settings", [{}, {"HVLIKE_OVERLAP": "1", "HVLIKE_BUCKET_BYTES": "256"}])
 @pytest.mark.parametrize("second", WAYS)
 @pytest.mark.parametrize("first", WAYS)
@@ -85,7 +85,7 @@ def test_an_optimizer_around_a_wrapped_module(hvd: ModuleType) -> None:
         optimizer.step()
 
 
-@pytest.mark.in_turn(8)
+@pytest.mark.in_turn(4)
 @pytest.mark.parametrize("second", WAYS)
 @pytest.mark.parametrize("first", WAYS)
 def test_one_that_is_not_used_any_more(hvd: ModuleType, first: str, second: str) -> None:
@@ -174,7 +174,7 @@ def test_two_sets_of_ranks(hvd: ModuleType) -> None:
         hvd.remove_process_set(each)
 
 
-@pytest.mark.in_turn(8)
+@pytest.mark.in_turn(4)
 @pytest.mark.parametrize("everything", [False, True])
 @pytest.mark.parametrize("second", WAYS)
 @pytest.mark.parametrize("first", WAYS)

@@ -160,6 +160,7 @@ def without_tensors(value: Any) -> Any:
     return [without_tensors(each) for each in value] if isinstance(value, (list, tuple)) else value
 
 
+@pytest.mark.in_turn(17)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("steps_elsewhere", [0, 1])
 @pytest.mark.parametrize("wrapped", [False, True])

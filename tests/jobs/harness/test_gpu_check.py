@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from support.job import CHECKOUT, run_job
 
-pytestmark = [pytest.mark.in_turn(1), pytest.mark.together]
+pytestmark = [pytest.mark.in_turn(1, of=6), pytest.mark.together]
 
 FOLDER = CHECKOUT / "tests" / "support" / "stand_in"
 PARITY = (
