@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 
+from hvlike import Sum
 from hvlike.backends.hierarchical import HierarchicalBackend
 from hvlike.backends.network.cost_model import MeasuredNetwork
 from hvlike.backends.operation import Operation
 from hvlike.backends.shared_memory.shared_backend import SharedBackend
 from hvlike.collectives.persistent.bucket import ReductionSettings
 from hvlike.collectives.requests.plan import Entry
-from hvlike.collectives.requests.reduction import Sum
 from hvlike.collectives.session.context import current
 from hvlike.errors import StateError
 from hvlike.training.gradients.planned_reducer import PlannedReducer

@@ -11,7 +11,7 @@ from support.rpc.doors import await_promise, keep_promise, open_door, pass_door,
 from support.rpc.forms import FORMS, asynchronous, synchronous
 
 from hvlike.errors import WorkerLostError
-from hvlike.rpc.wire.message import WorkerInfo
+from hvlike.rpc import WorkerInfo
 
 
 class Custom(Exception):

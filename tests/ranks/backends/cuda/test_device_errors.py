@@ -4,9 +4,9 @@ import pytest
 import torch
 from ranks.backends.cuda.conftest import Late
 
+from hvlike import Sum
 from hvlike.collectives.persistent.bucket import ReductionSettings
 from hvlike.collectives.requests.plan import Entry
-from hvlike.collectives.requests.reduction import Sum
 from hvlike.collectives.session.context import current
 from hvlike.errors import HorovodInternalError
 from hvlike.training.gradients.planned_reducer import PlannedReducer

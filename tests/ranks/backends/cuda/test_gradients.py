@@ -7,9 +7,9 @@ import torch
 from ranks.backends.cuda.conftest import Late
 from torch import Tensor
 
+from hvlike import Average, Sum
 from hvlike.collectives.persistent.bucket import ReductionSettings
 from hvlike.collectives.requests.plan import Entry
-from hvlike.collectives.requests.reduction import Average, Sum
 from hvlike.training.gradients.planned_reducer import PlannedReducer
 
 SHAPES = [(300, 7), (5,), (2000,), (40, 50), (1,)]

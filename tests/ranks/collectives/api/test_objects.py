@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from hvlike.collectives.api.objects import allgather_object, broadcast_object
+from hvlike import allgather_object, broadcast_object
 from hvlike.collectives.api.outcome import settle
 from hvlike.errors import HorovodInternalError, StateError, UsageError
 

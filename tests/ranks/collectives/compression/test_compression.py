@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from hvlike import Compression
 from hvlike.collectives.compression import (
     CastCompressor,
-    Compression,
     Compressor,
     NoneCompressor,
     check_compressor,

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from hvlike.collectives.api.gather_scatter import allgather
+from hvlike import allgather
 from hvlike.errors import DeadlockError, HorovodInternalError, MismatchError, ShapeMismatchError, UsageError
 
 pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.differs_by_ranks(2), pytest.mark.rests_on_mpi]

@@ -8,8 +8,8 @@ import torch
 from support.adasum_reference import adasum
 from torch import nn
 
+from hvlike import DistributedOptimizer
 from hvlike.errors import HorovodInternalError
-from hvlike.training.distributed_optimizer import DistributedOptimizer
 
 pytestmark = [pytest.mark.differs_by_ranks(2), pytest.mark.rests_on_mpi]
 

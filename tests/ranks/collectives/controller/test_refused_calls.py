@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from hvlike.collectives.api.gather_scatter import allgather
+from hvlike import allgather
 from hvlike.errors import DuplicateNameError, UsageError
 
 pytestmark = [pytest.mark.differs_by_ranks(2), pytest.mark.rests_on_mpi]

@@ -11,7 +11,7 @@ import pytest
 import torch
 from support.collectives.inputs import DTYPES, contribution, reduced, same
 
-from hvlike.collectives.api.gather_scatter import allgather, allgather_async
+from hvlike import allgather, allgather_async
 from hvlike.collectives.requests.request import find_call_site
 from hvlike.collectives.session.context import current
 

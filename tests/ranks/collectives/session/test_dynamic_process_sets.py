@@ -9,7 +9,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from hvlike.collectives.requests.process_set import ProcessSet
+from hvlike import ProcessSet
 from hvlike.errors import MismatchError, ShutdownError
 
 pytestmark = [pytest.mark.differs_by_ranks(2), pytest.mark.rests_on_mpi]

@@ -6,7 +6,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from hvlike.collectives.api.statistics import Statistics
+from hvlike import Statistics
 from hvlike.observe.counters import Counters, Moved, Waits
 
 pytestmark = [pytest.mark.differs_by_ranks(2), pytest.mark.rests_on_mpi]

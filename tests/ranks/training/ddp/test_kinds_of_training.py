@@ -12,9 +12,9 @@ from support.training.problem import loss_of, make_model, same_on_all_ranks, who
 from support.training.ways import Wrapped
 from torch import Tensor, nn
 
+from hvlike import convert_sync_batchnorm
 from hvlike.elastic import TorchState
 from hvlike.nn import DistributedDataParallel
-from hvlike.training.sync_batch_norm import convert_sync_batchnorm
 
 pytestmark = pytest.mark.differs_by_ranks(2)
 

@@ -12,10 +12,10 @@ import torch
 from support.training.problem import same_on_all_ranks
 from torch import Tensor, nn
 
+from hvlike import convert_sync_batchnorm
 from hvlike.errors import JoinError
 from hvlike.join import Join
 from hvlike.nn import DistributedDataParallel, allreduce_hook
-from hvlike.training.sync_batch_norm import convert_sync_batchnorm
 
 
 @pytest.mark.parametrize("divide_by_initial", [True, False])

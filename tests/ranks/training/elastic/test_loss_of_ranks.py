@@ -15,8 +15,8 @@ from support.training.zero_problem import batch, difference, net
 from torch import nn
 from torch.optim import Adam
 
+from hvlike import DistributedOptimizer
 from hvlike.optim import ZeroRedundancyOptimizer
-from hvlike.training.distributed_optimizer import DistributedOptimizer
 from hvlike.training.elastic.local_state import LocalStates
 from hvlike.training.zero.exchange import Partition
 from hvlike.training.zero.sharded_state import make_shard

@@ -14,9 +14,8 @@ from support.training.ways import Wrapped
 from torch import Tensor, nn
 from torch.optim import Adam
 
-from hvlike.collectives.compression import Compression
+from hvlike import Compression, DistributedOptimizer, clip_grad_norm_
 from hvlike.join import Join
-from hvlike.training.distributed_optimizer import DistributedOptimizer, clip_grad_norm_
 
 pytestmark = [pytest.mark.differs_by_ranks(2), pytest.mark.differs_by_overlap]
 

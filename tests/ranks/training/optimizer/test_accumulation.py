@@ -7,7 +7,7 @@ import torch
 from support.training.problem import largest_difference, loss_of, make_model, same_on_all_ranks, share, whole_batch
 from torch import Tensor, nn
 
-from hvlike.training.distributed_optimizer import DistributedOptimizer
+from hvlike import DistributedOptimizer
 from hvlike.training.gradients.grad_state import Phase
 
 pytestmark = pytest.mark.differs_by_overlap

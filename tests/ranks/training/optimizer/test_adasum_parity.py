@@ -12,8 +12,7 @@ from support.adasum_reference import adasum
 from support.training.problem import largest_difference, loss_of, make_model, same_on_all_ranks, whole_batch
 from torch import Tensor, nn
 
-from hvlike.collectives.compression import Compression
-from hvlike.training.distributed_optimizer import DistributedOptimizer
+from hvlike import Compression, DistributedOptimizer
 
 pytestmark = pytest.mark.differs_by_ranks(2, 4)
 

@@ -10,8 +10,8 @@ import torch
 from support.training.problem import largest_difference, loss_of, make_model, same_on_all_ranks, share, whole_batch
 from torch import nn
 
+from hvlike import DistributedOptimizer, clip_grad_norm_
 from hvlike.errors import MismatchError, UsageError
-from hvlike.training.distributed_optimizer import DistributedOptimizer, clip_grad_norm_
 
 pytestmark = pytest.mark.differs_by_ranks(2, 4)
 

@@ -11,8 +11,8 @@ from torch import nn
 from torch.optim import SGD
 
 import hvlike
+from hvlike import DistributedOptimizer
 from hvlike.errors import MismatchError, UsageError
-from hvlike.training.distributed_optimizer import DistributedOptimizer
 from hvlike.training.gradients.grad_state import Phase
 
 pytestmark = pytest.mark.differs_by_overlap

@@ -8,9 +8,8 @@ import torch
 from support.training.problem import largest_difference, loss_of, make_model, same_on_all_ranks, share, whole_batch
 from support.training.ways import Wrapped
 
-from hvlike.collectives.api.objects import allgather_object
+from hvlike import DistributedOptimizer, allgather_object, clip_grad_norm_
 from hvlike.errors import UsageError
-from hvlike.training.distributed_optimizer import DistributedOptimizer, clip_grad_norm_
 
 pytestmark = pytest.mark.differs_by_overlap
 

@@ -10,7 +10,7 @@ import torch
 from support.training.problem import largest_difference, loss_of, make_model, same_on_all_ranks, share, whole_batch
 from torch import nn
 
-from hvlike.training.distributed_optimizer import DistributedOptimizer
+from hvlike import DistributedOptimizer
 
 
 def train(hvd: ModuleType, model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:

@@ -11,8 +11,7 @@ from torch import nn
 from torch.amp import GradScaler
 from torch.optim import AdamW
 
-from hvlike.collectives.api.objects import allgather_object
-from hvlike.training.distributed_optimizer import clip_grad_norm_
+from hvlike import allgather_object, clip_grad_norm_
 
 STEPS = 6
 BAD_STEPS = (1, 4)

@@ -11,7 +11,7 @@ from support.training.problem import largest_difference, loss_of, make_model, sa
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from hvlike.training.distributed_optimizer import DistributedOptimizer
+from hvlike import DistributedOptimizer
 from hvlike.training.gradients.grad_state import GradientHooks, Phase
 
 

@@ -9,7 +9,7 @@ import torch
 from support.training.problem import loss_of, make_model, same_on_all_ranks, share, whole_batch
 from torch.optim import lr_scheduler
 
-from hvlike.training.distributed_optimizer import DistributedOptimizer
+from hvlike import DistributedOptimizer
 
 SCHEDULERS: dict[str, Callable[[Any], Any]] = {
     "StepLR": lambda optimizer: lr_scheduler.StepLR(optimizer, 2),

@@ -10,10 +10,10 @@ from support.training.ways import Wrapped
 from torch import nn
 
 import hvlike
+from hvlike import DistributedOptimizer
 from hvlike.errors import UsageError
 from hvlike.nn import DistributedDataParallel
 from hvlike.optim import ZeroRedundancyOptimizer
-from hvlike.training.distributed_optimizer import DistributedOptimizer
 
 WAYS = ["optimizer", "ddp", "zero", "adasum"]
 TWICE = r"The gradients of .* would be reduced twice: by this .*, and by a .* of the same parameters"

@@ -9,9 +9,9 @@ import torch
 from support.training.problem import make_model, same_on_all_ranks
 from torch import Tensor, nn
 
-from hvlike.collectives.compression import Compression, Compressor
+from hvlike import Compression, DistributedOptimizer
+from hvlike.collectives.compression import Compressor
 from hvlike.errors import HorovodInternalError, UsageError
-from hvlike.training.distributed_optimizer import DistributedOptimizer
 
 
 def reduced(hvd: ModuleType, value: float, **options: Any) -> Tensor:

@@ -7,7 +7,7 @@ import torch
 from support.training.problem import same_on_all_ranks
 from torch import nn
 
-from hvlike.training.distributed_optimizer import DistributedOptimizer
+from hvlike import DistributedOptimizer
 
 # torch's own optimizers warn, too, where they make sparse tensors.
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled")

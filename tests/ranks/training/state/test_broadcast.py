@@ -12,10 +12,8 @@ import torch
 from support.training.problem import loss_of, make_model, same_on_all_ranks, whole_batch
 from torch import Tensor, nn
 
-from hvlike.collectives.api.objects import allgather_object
+from hvlike import DistributedOptimizer, allgather_object, broadcast_optimizer_state, broadcast_parameters
 from hvlike.errors import MismatchError, ShapeMismatchError, UsageError
-from hvlike.training.broadcast import broadcast_optimizer_state, broadcast_parameters
-from hvlike.training.distributed_optimizer import DistributedOptimizer
 
 FORMS: dict[str, Callable[[nn.Module], Any]] = {
     "state dict": lambda model: model.state_dict(),
