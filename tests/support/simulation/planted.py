@@ -372,6 +372,6 @@ RARE = [
         ),
     ),
 ]
-"""2 000 jobs do not find these. Tests of their own do: of found faults, of the agreement of inline operations. No test
-finds the message that is incomplete, or what stands in for a rank that joins.
+"""2 000 jobs do not find these. Tests of their own do: of found faults, of simulated jobs, of the agreement of inline
+operations. No test finds the last one: another thread of the rank must drive between two of its statements.
 """

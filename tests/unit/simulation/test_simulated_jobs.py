@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from support.simulation.machine.job import simulate
+from support.simulation.machine.simulated_mpi import SimulatedMpi
 from support.simulation.scale import measure
 
 from hvlike.system.system import system
@@ -113,3 +114,42 @@ def test_each_rank_knows_its_own_groups_and_torch_those_of_before() -> None:
     assert [each.result for each in end.ranks] == [(1, 0), (1, 1), (5, 0), (5, 1)]
     assert c10d._world is before
     assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_rank_that_stops_in_the_middle_of_a_message_holds_up_no_other(seed: int) -> None:
+    machine: list[SimulatedMpi] = []
+
+    def prepare(mpi: SimulatedMpi) -> None:
+        """MPI sends what is long only while it is called."""
+        mpi.senders_must_call = True
+        machine.append(mpi)
+
+    def program(hvd: Any, rank: int) -> dict[int, float]:
+        """Rank 1 begins to send a long message, and stops; rank 2 sends a short one."""
+        hvd.init()
+        from hvlike.collectives.session.context import current
+
+        def stop_while_sending() -> None:
+            fabric.channel.send(0, 900, bytes(100_000))
+            machine[0].scheduler.hold(rank, 3.0)
+
+        fabric, come = current().fabric, dict[int, float]()
+        fabric.channel.listen(900, lambda source, value, tensors: come.setdefault(source, system.monotonic()))
+        hvd.barrier()
+        begun = system.monotonic()
+        if rank == 0:
+            fabric.loop.wait(lambda: len(come) == 2)
+        elif rank == 1:
+            fabric.loop.perform(stop_while_sending)
+        else:
+            system.sleep(0.5)
+            fabric.channel.send_soon(0, 900, "short")
+        hvd.shutdown()
+        return {source: moment - begun for source, moment in come.items()}
+
+    end = simulate(program, [[0], [1], [2]], seed, prepare=prepare)
+    assert end.hang is None, end.hang
+    came = end.ranks[0].result
+    assert came[2] < 1.0
+    assert came[1] >= 2.9
