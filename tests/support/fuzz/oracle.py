@@ -152,7 +152,8 @@ class SimulatedWorld:
             for each, (gradient, version) in zip(parameters, before, strict=True)
             if each.grad is not None and (each.grad is not gradient or each.grad._version != version)
         }
-        if reached & training.resized and training.program.kind != "zero alone":
+        keeps_nodes = training.program.kind == "optimizer" or self.rank in training.ranks
+        if reached & training.resized and keeps_nodes and training.program.kind != "zero alone":
             # The program drops what has arrived.
             failure, reached = DocumentedError("resized parameter"), set()
         if failure is not None:
