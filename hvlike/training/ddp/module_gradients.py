@@ -261,10 +261,11 @@ class ModuleGradients:
                 collected[self._number] = partial(self._reduce_in, collected.gradients)
                 return running
             running.call_at_end(self._number, partial(_pass_has_ended, weakref.ref(self)))
-            # If it fails before a gradient arrives, other ranks may wait. Reentrant checkpoints show no parameter here.
-            trained = next((slot for slot in reversed(self.parameters.slots) if not slot.rests), None)
-            node = None if trained is None else self.parameters.hooks.node(trained.parameter)
-            running.reduces = node is not None and will_reach(node)
+            # If it fails before a gradient arrives, other ranks may wait, also where this rank does not use the last
+            # parameter. Reentrant checkpoints show none here.
+            trained = (slot.parameter for slot in reversed(self.parameters.slots) if not slot.rests)
+            nodes = map(self.parameters.hooks.node, trained)
+            running.reduces = any(node is not None and will_reach(node) for node in nodes)
             return running
 
     def _begin_reducing(self, running: ModulePass) -> None:

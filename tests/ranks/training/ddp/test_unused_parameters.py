@@ -4,7 +4,8 @@ from types import ModuleType
 
 import pytest
 import torch
-from support.training.ddp_models import Branches, inputs
+from support.training.ddp_models import Branches, gradients, inputs
+from support.training.problem import same_on_all_ranks
 from torch import Tensor
 
 from hvlike.errors import DataParallelError
@@ -117,6 +118,25 @@ def test_a_backward_pass_that_failed(hvd: ModuleType, drops: bool) -> None:
     alone = Branches()
     alone(inputs(), "abc").square().mean().backward()
     torch.testing.assert_close(biases(module)["a"], biases(alone)["a"])
+
+
+@pytest.mark.parametrize("used", ["a", "ac", "c"])
+def test_a_pass_that_fails_before_it_reaches_one_of_the_parameters_that_a_rank_uses(hvd: ModuleType, used: str) -> None:
+    """Whichever these are, that rank knows that the others have waited for it."""
+    module = Branches()
+    ddp = DistributedDataParallel(module, find_unused_parameters=True)
+    result = ddp(inputs(), used if hvd.rank() == 0 else "abc")
+    if hvd.rank() == 0:
+        result.register_hook(Failing())
+        with pytest.raises(ZeroDivisionError):
+            result.sum().backward()
+        with pytest.raises(DataParallelError, match="interrupted by an error"):
+            ddp(inputs(), "abc")
+    else:
+        result.sum().backward()
+    ddp.zero_grad()
+    run(ddp, "abc")
+    assert same_on_all_ranks(gradients(module))
 
 
 class Failing:
