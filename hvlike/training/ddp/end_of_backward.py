@@ -12,7 +12,7 @@ import sys
 import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import torch
@@ -65,8 +65,8 @@ class ModulePass:
         """Whether this is the pass that the calling thread runs a part of; `collected`: that of the thread."""
         return self.armed or (collected is not None and self.collected is collected)
 
-    def call_at_end(self, number: int, action: Callable[[Any], None]) -> None:
-        """Call `action` after the last node, in its thread, with the node that runs now; the pass returns then.
+    def call_at_end(self, number: int, action: Callable[[], None]) -> None:
+        """Call `action` after the last node, in its thread; the pass returns then.
 
         number: the place of the action among those of other modules.
         """
@@ -76,8 +76,7 @@ class ModulePass:
             # The engine alone holds them: they are gone when the pass has failed.
             actions = _passes[task] = _Actions()
             _engine.queue_callback(actions)
-        # The pass alone holds the node.
-        actions[number] = partial(action, torch._C._current_autograd_node())
+        actions[number] = action
         self._actions = weakref.ref(actions)
 
 
@@ -120,11 +119,12 @@ def will_reach(node: Any) -> bool:
         return False
 
 
-def adds_all_from(start: Any) -> bool:
-    """Whether the pass under way adds to `.grad` all gradients that it computes beyond this node, and there are some.
+def adds_all_here() -> bool:
+    """Whether the pass under way adds to `.grad` all gradients that it computes beyond the node that runs, and some.
 
-    In the pass, or at its end. Visits the graph: for passes that have come by and reached nothing.
+    Visits the graph: for passes that come by and reach no parameter. All ranks must decide alike.
     """
+    start = torch._C._current_autograd_node()
     seen, left, found = {start}, [start], False
     while left:
         for function, _ in left.pop().next_functions:

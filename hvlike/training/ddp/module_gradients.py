@@ -29,7 +29,7 @@ from hvlike.system.system import system
 from hvlike.training.ddp.comm_hooks import Hook, hooked_reducer
 from hvlike.training.ddp.end_of_backward import (
     ModulePass,
-    adds_all_from,
+    adds_all_here,
     collection,
     is_inside_backward,
     next_number,
@@ -262,10 +262,12 @@ class ModuleGradients:
                 return running
             running.call_at_end(self._number, partial(_pass_has_ended, weakref.ref(self)))
             # If it fails before a gradient arrives, other ranks may wait, also where this rank does not use the last
-            # parameter. Reentrant checkpoints show none here.
+            # parameter, or none. Reentrant checkpoints show none here.
             trained = (slot.parameter for slot in reversed(self.parameters.slots) if not slot.rests)
             nodes = map(self.parameters.hooks.node, trained)
-            running.reduces = any(node is not None and will_reach(node) for node in nodes)
+            running.reduces = any(node is not None and will_reach(node) for node in nodes) or (
+                self._uses_own and (self._may_hold_sums or self.trains) and adds_all_here()
+            )
             return running
 
     def _begin_reducing(self, running: ModulePass) -> None:
@@ -297,18 +299,15 @@ class ModuleGradients:
         parameters: list[Tensor] = self.parameters.optimizer.param_groups[0]["params"]
         with temporary_gradients({parameter: gradients.get(parameter) for parameter in parameters}):
             try:
-                self.end(None)
+                self.end()
             finally:
                 gradients.update((parameter, parameter.grad) for parameter in parameters if parameter.grad is not None)
 
-    def end(self, output: Any) -> None:
-        """The pass has ended; `output` is the node through which it has come. Collective where it reduces; blocks."""
+    def end(self) -> None:
+        """The pass has ended. Collective where it reduces; blocks."""
         if not self._is_under_way:
             self._pass = None
-            # Not by what has arrived on this rank: all ranks must decide alike.
-            concerned = self._uses_own and (self._may_hold_sums or self.trains)
-            if not (concerned and output is not None and adds_all_from(output)):
-                return
+            return
         twice = self._complete()
         used, self._used = self._used, []
         if used:
@@ -424,7 +423,7 @@ def _output_is_reached(reference: weakref.ref[ModuleGradients], _: Tensor) -> No
 
 
 @untraced
-def _pass_has_ended(reference: weakref.ref[ModuleGradients], output: Any) -> None:
+def _pass_has_ended(reference: weakref.ref[ModuleGradients]) -> None:
     owner = reference()
     if owner is not None:
-        owner.end(output)
+        owner.end()
