@@ -25,14 +25,19 @@ launcher() {
 settings() {
     case $1 in
     openmpi-4 | debian-openmpi) echo OMPI_MCA_btl=self,vader ;;
-    impi) echo I_MPI_FABRICS=shm I_MPI_PIN=off ;;
+    impi) echo I_MPI_PIN=off "I_MPI_ROOT=$out/mpi-impi" ;;
     esac
-    [[ ${libraries[$1]} != /* ]] || echo "MPI4PY_LIBMPI=${libraries[$1]}"
+    [[ $1 != debian-openmpi ]] || echo "MPI4PY_LIBMPI=${libraries[$1]}"
 }
 
 # install_quietly VENV ARG..: by the pip of the environment that all share.
 install_quietly() {
     "$out/mpi/bin/python" -m pip --python "$1/bin/python" install --quiet --no-deps --no-compile "${@:2}"
+}
+
+# link_to_debian NAME: Debian's MPICH has a name of its own, by which mpi4py's wheel does not look for it.
+link_to_debian() {
+    [ "$1" != debian-mpich ] || ln -s "${libraries[$1]}" "$out/mpi-$1/lib/libmpi.so.12"
 }
 
 # library NAME: a folder with an MPI of its own, and all else from the environment that they share.
@@ -45,7 +50,7 @@ library() {
     "$out/mpi/bin/python" -m venv --without-pip "$venv" &&
         install_quietly "$venv" "${wheels[@]}" &&
         MPICC=$venv/bin/mpicc_abi install_quietly "$venv" "${compiled[@]}" mpi4py &&
-        echo "$shared" >"${shared/mpi/mpi-$1}/shared.pth" &&
+        link_to_debian "$1" && echo "$shared" >"${shared/mpi/mpi-$1}/shared.pth" &&
         sed "1s,.*,#!$venv/bin/python," "$out/mpi/bin/pytest" >"$venv/bin/pytest" && chmod +x "$venv/bin/pytest"
 }
 

@@ -276,7 +276,7 @@ def simulate(
             between = Statements(scheduler, statements) if statements else None
             for rank in range(size):
                 outcome = end.ranks[rank]
-                main = _main(hvlike, program, rank, outcome, scheduler.say)
+                main = _main(hvlike, program, rank, outcome, scheduler)
                 run = partial(processes.run, rank, main, lambda: ON_DUTY.guard)
                 start(rank, "main", run)
             try:
@@ -303,16 +303,19 @@ def _topic_of(message: Message) -> str:
     return f": {Topic(code >> FLAG_BITS).name}"
 
 
-def _main(hvd: Any, program: Program, rank: int, outcome: Outcome, say: Callable[[str], None]) -> Callable[[], None]:
+def _main(hvd: Any, program: Program, rank: int, outcome: Outcome, scheduler: Scheduler) -> Callable[[], None]:
     def run() -> None:
         try:
             outcome.result = program(hvd, rank)
         except (Exception, SystemExit) as error:
+            if scheduler.current is not None and scheduler.current.is_over:
+                # A rank that is killed has ended before: what it raises as it unwinds nobody sees.
+                return
             outcome.error, outcome.trace = error, traceback.format_exc()
             outcome.ended = True
-            say(f"the program ends with {type(error).__name__}: {error}")
+            scheduler.say(f"the program ends with {type(error).__name__}: {error}")
             raise
         outcome.ended = True
-        say("the program ends")
+        scheduler.say("the program ends")
 
     return run
