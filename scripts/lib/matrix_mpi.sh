@@ -9,7 +9,7 @@ declare -A libraries=(
     [debian-openmpi]=$debian/libmpi.so.40 [debian-mpich]=$debian/libmpich.so.12
 )
 
-say_version='from mpi4py import MPI; print(MPI.Get_library_version().splitlines()[0].split(",")[0].strip())'
+say_version='from mpi4py import MPI; print(*MPI.Get_library_version().splitlines()[0].split(",")[0].split())'
 
 # launcher NAME: how it starts ranks; the number of them follows.
 launcher() {
@@ -24,15 +24,16 @@ launcher() {
 # settings NAME: shared memory alone, and ranks that may move between cores.
 settings() {
     case $1 in
-    openmpi-4 | debian-openmpi) echo OMPI_MCA_btl=self,vader ;;
-    impi) echo I_MPI_PIN=off "I_MPI_ROOT=$out/mpi-impi" ;;
+    openmpi-4) echo OMPI_MCA_btl=self,vader ;;
+    debian-openmpi) echo OMPI_MCA_btl=self,vader "MPI4PY_LIBMPI=${libraries[$1]}" ;;
+    debian-mpich) echo "LD_LIBRARY_PATH=$out/mpi-$1/lib" ;;
+    impi) echo I_MPI_FABRICS=shm I_MPI_PIN=off "PATH=$out/mpi-impi/bin:$PATH" ;;
     esac
-    [[ $1 != debian-openmpi ]] || echo "MPI4PY_LIBMPI=${libraries[$1]}"
 }
 
 # install_quietly VENV ARG..: by the pip of the environment that all share.
 install_quietly() {
-    "$out/mpi/bin/python" -m pip --python "$1/bin/python" install --quiet --no-deps --no-compile "${@:2}"
+    "$out/mpi/bin/python" -m pip --python "$1/bin/python" install --quiet --no-compile "${@:2}"
 }
 
 # link_to_debian NAME: Debian's MPICH has a name of its own, by which mpi4py's wheel does not look for it.
@@ -42,14 +43,14 @@ link_to_debian() {
 
 # library NAME: a folder with an MPI of its own, and all else from the environment that they share.
 library() {
-    local venv=$out/mpi-$1 shared wheels=("$wheel") compiled=()
-    [[ ${libraries[$1]} == /* ]] || wheels+=("${libraries[$1]}")
+    local venv=$out/mpi-$1 shared wheels=() compiled=()
+    [[ ${libraries[$1]} == /* ]] || wheels=("${libraries[$1]}")
     [[ $1 != *-abi ]] || compiled=(--no-binary=mpi4py)
     rm -rf "$venv"
     shared=$("$out/mpi/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
     "$out/mpi/bin/python" -m venv --without-pip "$venv" &&
-        install_quietly "$venv" "${wheels[@]}" &&
-        MPICC=$venv/bin/mpicc_abi install_quietly "$venv" "${compiled[@]}" mpi4py &&
+        { [ ${#wheels[@]} = 0 ] || install_quietly "$venv" "${wheels[@]}"; } &&
+        MPICC=$venv/bin/mpicc_abi install_quietly "$venv" --no-deps "${compiled[@]}" "$wheel" mpi4py &&
         link_to_debian "$1" && echo "$shared" >"${shared/mpi/mpi-$1}/shared.pth" &&
         sed "1s,.*,#!$venv/bin/python," "$out/mpi/bin/pytest" >"$venv/bin/pytest" && chmod +x "$venv/bin/pytest"
 }
