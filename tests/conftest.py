@@ -5,6 +5,7 @@ import gc
 import logging
 import os
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -39,6 +40,9 @@ DEVICE = os.environ.get("HVLIKE_TEST_DEVICE", "")
 # Each rank has a place of its own for temporary files: in a common one they would tidy up behind each other's back.
 TEMPORARY = tempfile.mkdtemp(prefix="hvlike-tests-", dir=RECORDS)
 os.environ["PYTEST_DEBUG_TEMPROOT"] = TEMPORARY
+
+# In the background of a script SIGINT is ignored, and so it would be in the jobs that tests start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # With one and two ranks torch is as it is for everybody.
 if SIZE > 2:

@@ -64,7 +64,7 @@ PLANTS = [
     ),
     plant(
         "passes that accumulate nothing reduce",
-        (MODULE, "running.reduces = node is not None and will_reach(node)", "running.reduces = True"),
+        (MODULE, "any(node is not None and will_reach(node) for node in nodes) or (", "True or ("),
     ),
     plant(
         "gradients travel in the dtype of their parameter",
