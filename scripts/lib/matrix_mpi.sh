@@ -1,5 +1,5 @@
 # scripts/matrix --mpi: the tests of ranks that rest on MPI, at 2 and 3 ranks, with every MPI library that is there.
-# Sourced by scripts/matrix, which has `row`, `said` and `tests`.
+# Sourced by scripts/matrix, which has `row` and `tests`.
 
 debian=/usr/lib/$(uname -m)-linux-gnu
 
