@@ -1,13 +1,16 @@
 """Whole jobs of simulated ranks: hangs are told, ranks at rest cost nothing, control messages are counted."""
 
+import threading
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
+from support.simulation.machine import scheduler
 from support.simulation.machine.job import simulate
 from support.simulation.machine.simulated_mpi import SimulatedMpi
+from support.simulation.machine.simulated_thread import Stuck
 from support.simulation.scale import measure
 
 from hvlike.system.system import system
@@ -29,6 +32,19 @@ def test_a_job_that_never_ends_is_told_with_what_each_rank_waits_for() -> None:
     assert end.hang is not None
     assert "rank 0 main: " in end.hang
     assert "rank 1 main: " in end.hang
+
+
+def test_a_thread_that_waits_for_what_is_not_simulated_is_told_with_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scheduler, "STUCK_SECONDS", 0.2)
+    never = threading.Event()
+
+    def waits_outside(hvd: Any, rank: int) -> None:
+        hvd.init()
+        if rank == 1:
+            never.wait()
+
+    with pytest.raises(Stuck, match=r"^rank 1 main keeps the turn at point \d+: .*waits_outside"):
+        simulate(waits_outside, [[0, 1]], 1)
 
 
 def staged_sum(hvd: Any, rank: int) -> float:

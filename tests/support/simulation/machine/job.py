@@ -30,9 +30,10 @@ from support.simulation.machine.primitives import (
     thread_class,
 )
 from support.simulation.machine.processes import Processes
-from support.simulation.machine.scheduler import MOST_POINTS, TICK_SECONDS, Hang, Scheduler
+from support.simulation.machine.scheduler import MOST_POINTS, TICK_SECONDS, Scheduler
 from support.simulation.machine.simulated_mpi import SimulatedMpi
 from support.simulation.machine.simulated_network import Message
+from support.simulation.machine.simulated_thread import Hang
 from support.simulation.machine.sockets import Sockets
 from support.simulation.machine.statements import Statements
 from support.simulation.machine.store_buffers import Order

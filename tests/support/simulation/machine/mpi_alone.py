@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 from support.simulation.machine.primitives import thread_class
-from support.simulation.machine.scheduler import Hang, JobEnded, Scheduler
+from support.simulation.machine.scheduler import Scheduler
 from support.simulation.machine.simulated_mpi import SimulatedMpi
+from support.simulation.machine.simulated_thread import Hang, JobEnded
 
 LARGE = 10_000
 """Bytes of a message that is not buffered."""

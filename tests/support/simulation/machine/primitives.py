@@ -6,7 +6,8 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from support.simulation.machine.scheduler import Scheduler, SimulatedThread
+from support.simulation.machine.scheduler import Scheduler
+from support.simulation.machine.simulated_thread import SimulatedThread
 
 BETWEEN = 0.05  # How often others go on just after a look
 

@@ -19,8 +19,9 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
-from support.simulation.machine.scheduler import JobEnded, Scheduler
+from support.simulation.machine.scheduler import Scheduler
 from support.simulation.machine.simulated_mpi import SimulatedMpi
+from support.simulation.machine.simulated_thread import JobEnded
 
 FIRST_PROCESS = 1 << 30  # No process of the system has such a number
 

@@ -13,16 +13,12 @@ from __future__ import annotations
 
 import math
 import random
-import sys
 import threading
-import traceback
 from collections.abc import Callable, Hashable
 from heapq import heappop, heappush
-from pathlib import Path
 
-import hvlike
+from support.simulation.machine.simulated_thread import Hang, JobEnded, SimulatedThread, Stuck
 
-HVLIKE = f"{Path(hvlike.__file__).parent}/"
 TICK_SECONDS = 4e-6  # What passes at a point, or when somebody looks at the clock: Python takes about as long
 POLLED = "polled"
 CHANGED = "changed"
@@ -35,57 +31,13 @@ SHORTEST_LATE_SECONDS, LONGEST_LATE_SECONDS = 1e-3, 20e-3
 SHORTEST_SECONDS, LONGEST_SECONDS = 10e-6, 5e-3
 """For how long a thread is without a core."""
 """How late who sleeps for short times is woken, while others change nothing."""
+STUCK_SECONDS = 20.0
 MOST_POINTS = 3_000_000  # After so many a job counts as one that never ends
-
-
-class JobEnded(BaseException):
-    """Ends a thread of a job that is over: a hang was found, or its process is gone."""
-
-
-class Hang(Exception):
-    """Nobody can go on, or the job never ends."""
 
 
 def without_a_core(draw: random.Random) -> float:
     """For so long a thread gets none, where many share it."""
     return SHORTEST_SECONDS * (LONGEST_SECONDS / SHORTEST_SECONDS) ** draw.random()
-
-
-class SimulatedThread:
-    """One thread of one rank."""
-
-    def __init__(self, rank: int, name: str) -> None:
-        self.rank, self.name = rank, name
-        self.turn = threading.Lock()
-        self.turn.acquire()
-        self.condition: Callable[[], bool] | None = None  # While it is blocked
-        self.key: Hashable = None
-        self.blocks = 0  # How often it has been blocked: limits of time of earlier times do not count
-        self.what = "has not begun"
-        self.ident = 0  # Of the thread of the system
-        self.ended = False
-        self.held_until = 0.0
-        self.own_changes = 0  # Of what others can see
-        self.seen = self.seen_asleep = -1  # Changes of others, when it looked at the clock last, and slept
-        self.looks = 0  # How often it has looked at the clock since
-        self.rest_seconds, self.late_seconds = SHORTEST_REST_SECONDS, SHORTEST_LATE_SECONDS
-        self.is_lost = False
-        """Its process is gone: it does nothing any more, and unwinds when all others have ended."""
-        self.is_over = False
-        """The job is over: it raises JobEnded when it has the turn."""
-
-    def stack(self) -> list[str]:
-        """Where it is, outermost first, without what belongs to the simulation."""
-        frame = sys._current_frames().get(self.ident)
-        places = [] if frame is None else traceback.extract_stack(frame)
-        return [
-            f"    {each.filename.removeprefix(HVLIKE)}:{each.lineno} {each.name}"
-            for each in places
-            if each.filename.startswith(HVLIKE)
-        ]
-
-    def __str__(self) -> str:
-        return f"rank {self.rank} {self.name}"
 
 
 class Scheduler:
@@ -179,9 +131,14 @@ class Scheduler:
             self._hand_on(None)
 
     def run(self) -> None:
-        """Let the job go on until all of its threads have ended. Raises: Hang."""
+        """Let the job go on until all of its threads have ended. Raises: Hang, Stuck."""
         self._hand_on(None)
-        self._over.wait()
+        points = -1
+        while not self._over.wait(STUCK_SECONDS):
+            if points == self.points and self.current is not None:
+                places = " < ".join(reversed(self.current.frames())) or "its thread of the system has ended"
+                raise Stuck(f"{self.current} keeps the turn at point {points}: {places}")
+            points = self.points
         self.current = None
         if self.hang is not None:
             raise Hang(self.hang)

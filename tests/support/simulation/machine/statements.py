@@ -12,7 +12,8 @@ from bisect import insort
 from types import FrameType
 from typing import Any
 
-from support.simulation.machine.scheduler import HVLIKE, Scheduler, without_a_core
+from support.simulation.machine.scheduler import Scheduler, without_a_core
+from support.simulation.machine.simulated_thread import HVLIKE
 
 MOST_STATEMENTS = 40.0  # From the point to where the core is taken: so many on average, or fewer
 # Who is called from there has a real lock, or the turn is being handed on: nobody may wait there.
