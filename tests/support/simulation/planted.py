@@ -372,6 +372,6 @@ RARE = [
         ),
     ),
 ]
-"""2 000 jobs do not find these. Tests of their own do: of found faults, of simulated jobs, of the agreement of inline
-operations. No test finds the last one: another thread of the rank must drive between two of its statements.
+"""2 000 jobs do not find these. Tests of their own do: of found faults, of simulated jobs, of interleavings, of the
+agreement of inline operations.
 """

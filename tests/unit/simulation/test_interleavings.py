@@ -13,7 +13,11 @@ import pytest
 from support.simulation.machine.job import simulate
 from support.simulation.machine.statements import HVLIKE
 from support.simulation.machine.store_buffers import Order
+from support.simulation.programs.collectives import Uneven
+from support.simulation.run import Draw, what_is_wrong
 
+from hvlike.backends.operation import Operation
+from hvlike.collectives.api import barrier_join
 from hvlike.system.system import system
 from hvlike.transport.memory.doorbell import Fence
 
@@ -170,3 +174,20 @@ def test_a_word_never_goes_back(stores: Order) -> None:
     found = ends(stores, count, look)
     assert len(found) > 10
     assert all(list(each) == sorted(each) for each in found)
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2, 4])
+def test_a_thread_may_lose_its_core_just_after_its_join_is_on_its_way(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others hear of it by another thread of this rank, and go on with what stands in for this one."""
+    submit = barrier_join.submit_join
+
+    def submit_and_wait(*arguments: Any, **options: Any) -> Operation:
+        handle = submit(*arguments, **options)
+        system.sleep(0.05)
+        return handle
+
+    monkeypatch.setattr(barrier_join, "submit_join", submit_and_wait)
+    job = Draw(seed, "join", [[0, 1, 2]] if seed % 2 else [[0, 1], [2]], 10.0, [], False, {})
+    assert what_is_wrong(job.run(Uneven.draw(seed, 3)), job) is None
