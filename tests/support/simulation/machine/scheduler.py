@@ -31,7 +31,7 @@ SHORTEST_LATE_SECONDS, LONGEST_LATE_SECONDS = 1e-3, 20e-3
 SHORTEST_SECONDS, LONGEST_SECONDS = 10e-6, 5e-3
 """For how long a thread is without a core."""
 """How late who sleeps for short times is woken, while others change nothing."""
-STUCK_SECONDS = 20.0
+STUCK_SECONDS = 50.0
 MOST_POINTS = 3_000_000  # After so many a job counts as one that never ends
 
 
