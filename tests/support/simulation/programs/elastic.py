@@ -41,7 +41,7 @@ from hvlike.training.elastic.checkpoint_files import list_files, read
 WAYS = ("killed", "killed", "killed", "late", "raises", "error", "cut")
 ACTS = ("raises", "error", "cut")  # What a rank does in a step
 LATE_POINTS = 400
-HEARTBEAT_SECONDS = 8.0  # Where a link is cut; longer than ranks are held up
+HEARTBEAT_SECONDS = 8.0  # Where a link is cut; longer than ranks are held up at a time
 RECOVERY_SECONDS = 6.0
 """From the last loss to the end of the training. MPI may hear of a loss after 1.5 s, and the steps take some time."""
 
@@ -205,7 +205,8 @@ class Elastic:
             errors = [each for each in end.ranks if each.error is not None]
             known = ("PeerLeftError", "RestartError", "SystemExit", "Failure")
             return next((each.trace for each in errors if type(each.error).__name__ not in known), None)
-        if self.apart:
+        if self.apart and end.held < HEARTBEAT_SECONDS:
+            # Who stands still for longer counts as lost, too.
             weight = 2 * len(self.apart)
             apart_goes_on = weight > size or (weight == size and 0 in self.apart)
             wrong = [rank for rank in end.killed if (rank in self.apart) == apart_goes_on]
