@@ -1,4 +1,6 @@
-"""A rank knows its launcher by what Slurm, PALS, jsrun and Flux set as their documentation and sources say."""
+"""A rank knows its launcher by what that sets, as documentation and sources of each say; a lone rank is refused."""
+
+import multiprocessing
 
 import pytest
 
@@ -38,13 +40,64 @@ RANK_2_OF_4 = [
 ]
 
 
-@pytest.mark.parametrize(("environment", "name"), RANK_2_OF_4)
-def test_each_launcher_tells_size_rank_and_local_rank(environment: dict[str, str], name: str) -> None:
+TORCHRUN = {"TORCHELASTIC_RUN_ID": "none", "WORLD_SIZE": "2"}
+OTHERS = [
+    (PMI, "MPICH's mpiexec (Hydra, Intel MPI)", 4),
+    ({"MV2_COMM_WORLD_SIZE": "2"}, "MVAPICH's mpirun", 2),
+    (TORCHRUN, "torchrun", 2),
+    ({"HOROVOD_SIZE": "2", "HOROVOD_GLOO_RENDEZVOUS_ADDR": "127.0.0.1"}, "horovodrun without MPI (Gloo)", 2),
+    # mpirun inside a Slurm step: the step started one daemon a node, mpirun started the ranks.
+    ({"OMPI_COMM_WORLD_SIZE": "4", "SLURM_STEP_NUM_TASKS": "2"}, "Open MPI's mpirun", 4),
+    ({"PMI_SIZE": "1", "SLURM_STEP_NUM_TASKS": "2"}, "MPICH's mpiexec (Hydra, Intel MPI)", 1),
+    # With one rank on each node Hydra's ranks and those of the step are the same: it numbers local ranks.
+    (STEP | PMI | {"MPI_LOCALNRANKS": "1"}, "MPICH's mpiexec (Hydra, Intel MPI)", 4),
+]
+NO_LAUNCHER = [
+    {},
+    {"SLURM_NTASKS": "4", "SLURM_JOB_ID": "7"},  # sbatch alone
+    {"WORLD_SIZE": "4", "RANK": "0"},  # not torchrun's: many scripts set these
+    {"HOROVOD_SIZE": "4", "HOROVOD_RANK": "0"},  # without Gloo's rendezvous it was mpirun
+    {"OMPI_COMM_WORLD_SIZE": ""},
+    {"PMI_SIZE": "many"},
+]
+
+
+@pytest.mark.parametrize(
+    ("environment", "name", "size"), [*((environment, name, 4) for environment, name in RANK_2_OF_4), *OTHERS]
+)
+def test_each_launcher_is_detected_and_its_singletons_are_refused(
+    environment: dict[str, str], name: str, size: int
+) -> None:
     launcher = detect_launcher(environment)
     assert launcher is not None
-    assert (launcher.name, launcher.size, launcher.rank, launcher.at_least) == (name, 4, 2, False)
-    assert rank_told(environment) == 2
+    assert (launcher.name, launcher.size, launcher.at_least) == (name, size, False)
+    check_launcher(environment, 2, "Some MPI")
+    if size == 1:
+        check_launcher(environment, 1, "Some MPI")
+        return
+    with pytest.raises(LaunchError) as caught:
+        check_launcher(environment, 1, "Some MPI 1.2")
+    assert all(word in str(caught.value) for word in (name, f"{size} processes", "Some MPI 1.2", "mpirun", "unset"))
+
+
+@pytest.mark.parametrize("environment", NO_LAUNCHER)
+def test_no_launcher(environment: dict[str, str]) -> None:
+    assert detect_launcher(environment) is None
+    check_launcher(environment, 1, "Some MPI")
+
+
+@pytest.mark.parametrize("environment", [environment for environment, _ in RANK_2_OF_4])
+def test_each_launcher_tells_rank_and_local_rank(environment: dict[str, str]) -> None:
+    launcher = detect_launcher(environment)
+    assert launcher is not None
+    assert launcher.rank == rank_told(environment) == 2
     assert local_rank(environment) == "0"
+
+
+def test_the_number_of_the_process_does_not_come_from_another_launcher() -> None:
+    silent = detect_launcher({"PMI_SIZE": "2", "SLURM_PROCID": "1"})
+    assert silent is not None
+    assert silent.rank is None
 
 
 def test_launchers_that_speak_pmi_may_call_the_local_rank_by_that_name() -> None:
@@ -70,11 +123,18 @@ def test_a_launcher_that_tells_no_number_of_ranks_has_started_at_least_so_many(
     check_launcher(environment, 4, "MPICH Version: 4.3")
 
 
-def test_the_advice_for_srun_and_pals_has_all_their_interfaces() -> None:
-    for environment, words in ((STEP, ("pmix", "pspmix", "cray_shasta", "pmi2")), (OF_PALS, ("--pmi=pmix",))):
-        with pytest.raises(LaunchError) as caught:
-            check_launcher(environment, 1, "Open MPI")
-        assert all(word in str(caught.value) for word in (*words, "PMIX_SERVER_TMPDIR"))
+@pytest.mark.parametrize(
+    ("environment", "words"),
+    [
+        (STEP, ["--mpi=pmix", "pspmix", "cray_shasta", "pmi2", "PMIX_SERVER_TMPDIR"]),
+        (OF_PALS, ["--pmi=pmix", "PMIX_SERVER_TMPDIR"]),
+        (TORCHRUN, ["mpirun -n 2 python"]),
+    ],
+)
+def test_the_advice_is_that_for_the_launcher(environment: dict[str, str], words: list[str]) -> None:
+    with pytest.raises(LaunchError) as caught:
+        check_launcher(environment, 1, "Open MPI")
+    assert all(word in str(caught.value) for word in words)
 
 
 def test_two_ranks_of_one_machine_differ_and_children_of_one_do_not() -> None:
@@ -90,14 +150,13 @@ def test_a_job_inside_a_rank_does_not_inherit_its_place() -> None:
     assert {name for name in kept if not name.startswith("SLURM_")} == set()
 
 
-@pytest.mark.parametrize("wrapper", ["bash", "singularity", "shifter", "numactl", "podman"])
-def test_a_wrapper_that_drops_the_variables_is_named(monkeypatch: pytest.MonkeyPatch, wrapper: str) -> None:
+def test_a_wrapper_that_drops_the_variables_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     environments = {12: {}, 11: STEP, 10: {}}
     monkeypatch.setattr(launchers, "environment_of", lambda process: environments[process])
-    monkeypatch.setattr(launchers, "read_process", lambda process: ParentProcess(wrapper, process - 1))
+    monkeypatch.setattr(launchers, "read_process", lambda process: ParentProcess("shifter", process - 1))
     found = hidden_launcher({}, lambda: iter((12, 11, 10)))
     assert found is not None
-    assert (found.name, found.wrapper) == ("Slurm's srun", wrapper)
+    assert (found.name, found.wrapper) == ("Slurm's srun", "shifter")
     assert hidden_launcher(STEP, lambda: iter((12, 11, 10))) is None
     assert hidden_launcher({}, lambda: iter((12, 10))) is None
     environments[11] = STEP | {"SLURM_STEP_NUM_TASKS": "1"}
@@ -126,3 +185,13 @@ def test_a_rank_whose_launcher_is_hidden_is_warned(monkeypatch: pytest.MonkeyPat
     assert "Slurm's srun started 4 processes (SLURM_STEP_NUM_TASKS=4)" in text
     assert "--cleanenv" in text
     assert launchers.lone_child_warning({}, 4) == ""
+
+
+def test_a_child_of_multiprocessing_without_a_launcher_is_told_that_it_is_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert launchers.lone_child_warning({}, 1) == ""
+    monkeypatch.setattr(multiprocessing, "parent_process", lambda: object())
+    assert "mpirun -n N python" in launchers.lone_child_warning({}, 1)
+    assert launchers.lone_child_warning({}, 2) == ""
+    assert launchers.lone_child_warning({"OMPI_COMM_WORLD_SIZE": "1"}, 1) == ""

