@@ -2,7 +2,6 @@
 
 import inspect
 import math
-import os
 import threading
 import time
 from collections.abc import Iterator
@@ -10,26 +9,22 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from support.loops import counting, own_loop
 
 from hvlike.backends.base import SoloBackend
 from hvlike.backends.op_queue import OpQueue
 from hvlike.backends.operation import Operation, OperationState
 from hvlike.backends.waves import side_by_side
-from hvlike.system.mapped_memory import Segment
 from hvlike.transport.loop.coroutine import Coroutine, Wait
-from hvlike.transport.loop.loop import Loop
 from hvlike.transport.loop.spin import SpinPolicy
-from hvlike.transport.memory.doorbell import BELL_BYTES, Doorbell, Fence
 
 
 class Bench:
     """A queue of a backend that calls MPI, so that only the driver of the loop advances its jobs."""
 
     def __init__(self) -> None:
-        bell = Doorbell(Segment.private(BELL_BYTES), 0, Fence())
-        bell.initialise(os.getpid())
         self.spin = SpinPolicy(crowded=False)
-        self.loop = Loop(bell, spin=self.spin, sockets=None, tick=lambda: None)
+        self.loop = own_loop(spin=self.spin)
         recorder = SimpleNamespace(on=False)
         epoch = SimpleNamespace(advance=lambda: None)
         fabric: Any = SimpleNamespace(
@@ -54,16 +49,9 @@ def bench() -> Iterator[Bench]:
     made.loop.close()
 
 
-def counted(steps: int, wait: Wait, taken: list[int]) -> Coroutine[int]:
-    for _ in range(steps):
-        taken.append(threading.get_ident())
-        yield wait
-    return steps
-
-
 def test_what_moves_is_done_by_the_caller(bench: Bench) -> None:
     taken: list[int] = []
-    operation = bench.run(counted(1000, Wait.AGAIN, taken))
+    operation = bench.run(counting(1000, Wait.AGAIN, taken))
     assert operation.done()
     assert operation.result() == 1000
     assert taken == [threading.get_ident()] * 1000
@@ -93,12 +81,12 @@ def test_what_has_to_wait_goes_on_in_the_loop(bench: Bench) -> None:
 @pytest.mark.parametrize("patience", [math.inf, 0.0], ids=["driven", "left to the loop"])
 def test_an_error_ends_the_operation_and_all_that_come_after(bench: Bench, patience: float) -> None:
     def failing() -> Coroutine[None]:
-        yield from counted(1000, Wait.POLL, [])
+        yield from counting(1000, Wait.POLL, [])
         raise KeyError("expected")
 
     first = bench.run(failing(), patience)
     assert first.done() == (patience > 0)
-    later = [bench.run(counted(1, Wait.POLL, []), drive=drive) for drive in (False, True)]
+    later = [bench.run(counting(1, Wait.POLL, []), drive=drive) for drive in (False, True)]
     for operation in (first, *later):
         with pytest.raises(KeyError, match="expected"):
             operation.wait(30.0)
@@ -129,7 +117,7 @@ def test_what_is_given_while_a_thread_drives_begins_when_that_has_ended(bench: B
     second = Operation()
 
     def first() -> Coroutine[None]:
-        bench.queue.run(lambda backend: counted(1, Wait.AGAIN, []), second)
+        bench.queue.run(lambda backend: counting(1, Wait.AGAIN, []), second)
         yield Wait.AGAIN
 
     assert bench.run(first()).done()
@@ -144,7 +132,7 @@ def test_an_interrupt_is_raised_where_it_came(bench: Bench) -> None:
     with pytest.raises(KeyboardInterrupt):
         bench.run(interrupted())
     with pytest.raises(KeyboardInterrupt):
-        bench.run(counted(1, Wait.AGAIN, [])).wait(30.0)
+        bench.run(counting(1, Wait.AGAIN, [])).wait(30.0)
 
 
 def given(bench: Bench, order: list[str], name: str, *, hold: bool = True) -> Operation:
@@ -164,7 +152,7 @@ def given(bench: Bench, order: list[str], name: str, *, hold: bool = True) -> Op
 def test_what_is_held_waits_for_a_thread_that_drives_it(bench: Bench) -> None:
     order: list[str] = []
     held = [given(bench, order, name) for name in "ab"]
-    bench.loop.start(counted(1, Wait.POLL, []))
+    bench.loop.start(counting(1, Wait.POLL, []))
     time.sleep(0.05)
     assert order == []
     assert not bench.queue.idle
@@ -234,7 +222,7 @@ def test_what_a_callback_starts_is_not_driven_within_it(bench: Bench) -> None:
     def call() -> None:
         operation = Operation()
         operation.then(again)
-        bench.queue.give(lambda backend: counted(1, Wait.AGAIN, []), operation, hold=True)
+        bench.queue.give(lambda backend: counting(1, Wait.AGAIN, []), operation, hold=True)
         bench.queue.start(drive=True, wake=True)
 
     def again(operation: Operation) -> None:

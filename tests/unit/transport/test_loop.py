@@ -1,76 +1,53 @@
 """The loop: who drives, what it does with errors; work items run beside it, so many at a time. One process, no MPI."""
 
 import math
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator
 
 import pytest
+from support.loops import counting, own_bell, own_loop, until
 
 from hvlike.errors import ShutdownError, StateError
-from hvlike.system.mapped_memory import Segment
 from hvlike.transport.loop import loop as loops
 from hvlike.transport.loop.coroutine import Coroutine, Wait
 from hvlike.transport.loop.loop import Loop
 from hvlike.transport.loop.spin import SpinPolicy
 from hvlike.transport.loop.thread_pool import Listen, ThreadPool
-from hvlike.transport.memory.doorbell import BELL_BYTES, Doorbell, Fence
-
-
-class Bench:
-    """A loop of its own with its doorbell."""
-
-    def __init__(self) -> None:
-        self.bell = Doorbell(Segment.private(BELL_BYTES), 0, Fence())
-        self.bell.initialise(os.getpid())
-        self.ticks = 0
-        self.loop = Loop(self.bell, spin=SpinPolicy(crowded=False, checks=10), sockets=None, tick=self.tick)
-
-    def tick(self) -> None:
-        self.ticks += 1
 
 
 @pytest.fixture
-def bench() -> Iterator[Bench]:
-    made = Bench()
+def loop() -> Iterator[Loop]:
+    made = own_loop()
     yield made
-    made.loop.close()
-
-
-def counting(limit: int, wait: Wait, steps: list[int]) -> Coroutine[str]:
-    for number in range(limit):
-        steps.append(number)
-        yield wait
-    return "done"
+    made.close()
 
 
 @pytest.mark.parametrize("wait", list(Wait))
-def test_a_waiting_thread_drives_coroutines_to_their_result(bench: Bench, wait: Wait) -> None:
+def test_a_waiting_thread_drives_coroutines_to_their_result(loop: Loop, wait: Wait) -> None:
     steps: list[int] = []
-    task = bench.loop.start(counting(3, wait, steps), wake=False)
+    task = loop.start(counting(3, wait, steps), wake=False)
     # A coroutine that waits for the bell is looked at again at every turn; somebody has to cause one.
-    ringer = threading.Timer(0.05, bench.bell.ring)
+    ringer = threading.Timer(0.05, loop.post, [lambda: None])
     ringer.start()
-    assert bench.loop.wait(lambda: task.done, 5.0)
+    assert loop.wait(lambda: task.done, 5.0)
     ringer.join()
-    assert task.result == "done"
-    assert steps == [0, 1, 2]
+    assert task.result == len(steps) == 3
 
 
-def test_errors_end_their_coroutine_only(bench: Bench) -> None:
+def test_errors_end_their_coroutine_only(loop: Loop) -> None:
     def failing() -> Coroutine[None]:
         yield Wait.AGAIN
         raise ValueError("wrong")
 
-    bad = bench.loop.start(failing(), wake=False)
-    good = bench.loop.start(counting(5, Wait.AGAIN, []), wake=False)
-    assert bench.loop.wait(lambda: bad.done and good.done, 5.0)
+    bad = loop.start(failing(), wake=False)
+    good = loop.start(counting(5, Wait.AGAIN, []), wake=False)
+    assert loop.wait(lambda: bad.done and good.done, 5.0)
     assert isinstance(bad.error, ValueError)
-    assert good.result == "done"
+    assert good.result == 5
 
 
-def test_a_coroutine_that_is_cancelled_before_its_first_step_is_gone(bench: Bench) -> None:
+def test_a_coroutine_that_is_cancelled_before_its_first_step_is_gone(loop: Loop) -> None:
     """It stayed in the list as one that is always done, and the loop turned without ever looking for messages."""
     steps: list[int] = []
     turns: list[bool] = []
@@ -79,71 +56,71 @@ def test_a_coroutine_that_is_cancelled_before_its_first_step_is_gone(bench: Benc
         turns.append(rung)
         return Wait.NOTIFY
 
-    bench.loop.add_source(source, lambda: False)
+    loop.add_source(source, lambda: False)
 
     def start_and_cancel() -> None:
-        bench.loop.cancel(bench.loop.start(counting(3, Wait.NOTIFY, steps)), ShutdownError("cancelled"))
+        loop.cancel(loop.start(counting(3, Wait.NOTIFY, steps)), ShutdownError("cancelled"))
 
-    bench.loop.post(start_and_cancel)
-    bench.loop.wait(lambda: bool(turns))
+    loop.post(start_and_cancel)
+    loop.wait(lambda: bool(turns))
     turns.clear()
     # Nothing is left to do: it sleeps, and does not turn thousands of times.
-    assert not bench.loop.wait(lambda: len(turns) > 1000, 0.1)
+    assert not loop.wait(lambda: len(turns) > 1000, 0.1)
     assert steps == []
 
 
-def test_waiting_from_inside_the_loop_is_refused(bench: Bench) -> None:
+def test_waiting_from_inside_the_loop_is_refused(loop: Loop) -> None:
     caught: list[RuntimeError] = []
 
     def action() -> None:
         try:
-            bench.loop.wait(lambda: False)
+            loop.wait(lambda: False)
         except RuntimeError as error:
             caught.append(error)
 
-    bench.loop.post(action)
-    assert bench.loop.wait(lambda: bool(caught), 5.0)
+    loop.post(action)
+    assert loop.wait(lambda: bool(caught), 5.0)
     assert "from inside its own progress loop" in str(caught[0])
 
 
 def test_closing_fails_what_still_runs() -> None:
-    bench = Bench()
+    loop = own_loop()
 
     def endless() -> Coroutine[None]:
         while True:
             yield Wait.NOTIFY
 
-    task = bench.loop.start(endless())
-    bench.loop.close()
+    task = loop.start(endless())
+    loop.close()
     assert isinstance(task.error, ShutdownError)
 
 
-def test_the_health_check_runs_also_when_nothing_happens(bench: Bench) -> None:
-    end = time.monotonic() + 30
-    while bench.ticks < 2 and time.monotonic() < end:
-        time.sleep(0.01)
-    assert bench.ticks >= 2
+def test_the_health_check_runs_also_when_nothing_happens() -> None:
+    ticks: list[float] = []
+    loop = own_loop(tick=lambda: ticks.append(time.monotonic()))
+    assert until(lambda: len(ticks) >= 2)
+    loop.close()
 
 
-def test_a_thread_that_does_not_drive_may_not_advance_a_coroutine(bench: Bench) -> None:
+def test_a_thread_that_does_not_drive_may_not_advance_a_coroutine(loop: Loop) -> None:
     gate: list[bool] = []
 
     def gated() -> Coroutine[None]:
         while not gate:
             yield Wait.NOTIFY
 
-    task = bench.loop.start(gated(), wake=False)
-    bench.loop.turn()
+    task = loop.start(gated(), wake=False)
+    loop.turn()
     with pytest.raises(StateError, match="does not drive the progress loop"):
-        bench.loop.cancel(task, ValueError("never seen"))
+        loop.cancel(task, ValueError("never seen"))
     with pytest.raises(StateError, match="only the driver may advance a coroutine"):
-        bench.loop.begin(counting(1, Wait.AGAIN, []))
+        loop.begin(counting(1, Wait.AGAIN, []))
     gate.append(True)
-    assert bench.loop.wait(lambda: task.done, 5.0)
+    assert loop.wait(lambda: task.done, 5.0)
     assert task.error is None
 
 
-def test_a_second_driver_of_a_coroutine_is_an_error_and_no_corrupted_protocol(bench: Bench) -> None:
+def test_a_second_driver_of_a_coroutine_is_an_error_and_no_corrupted_protocol(loop: Loop) -> None:
     inside, leave = threading.Event(), threading.Event()
 
     def stolen() -> Coroutine[None]:
@@ -155,32 +132,19 @@ def test_a_second_driver_of_a_coroutine_is_an_error_and_no_corrupted_protocol(be
     thief = threading.Thread(target=lambda: next(coroutine))
     thief.start()
     assert inside.wait(30.0)
-    task = bench.loop.start(coroutine, wake=False)
-    assert bench.loop.wait(lambda: task.done, 5.0)
+    task = loop.start(coroutine, wake=False)
+    assert loop.wait(lambda: task.done, 5.0)
     leave.set()
     thief.join()
     assert isinstance(task.error, StateError)
     assert "two threads advance the coroutine" in str(task.error)
 
 
-def test_a_task_that_the_loop_starts_begins_in_the_same_turn(bench: Bench) -> None:
+def test_a_task_that_the_loop_starts_begins_in_the_same_turn(loop: Loop) -> None:
     steps: list[int] = []
-    bench.loop.post(lambda: bench.loop.start(counting(1, Wait.AGAIN, steps)), wake=False)
-    bench.loop.turn()
-    assert steps == [0]
-
-
-def make_loop(**policy: float) -> Loop:
-    bell = Doorbell(Segment.private(BELL_BYTES), 0, Fence())
-    bell.initialise(os.getpid())
-    return Loop(bell, spin=SpinPolicy(crowded=False, checks=10, **policy), sockets=None, tick=lambda: None)
-
-
-@pytest.fixture
-def loop() -> Iterator[Loop]:
-    made = make_loop()
-    yield made
-    made.close()
+    loop.post(lambda: loop.start(counting(1, Wait.AGAIN, steps)), wake=False)
+    loop.turn()
+    assert len(steps) == 1
 
 
 class Gauge:
@@ -203,13 +167,6 @@ class Gauge:
             self.left += 1
 
 
-def until(condition: Callable[[], bool]) -> bool:
-    deadline = time.monotonic() + 30.0
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.002)
-    return condition()
-
-
 class SlowPool(ThreadPool):
     """Its maker comes late to what follows: other threads run first."""
 
@@ -220,10 +177,9 @@ class SlowPool(ThreadPool):
 
 def test_a_peer_may_ring_before_the_loop_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loops, "ThreadPool", SlowPool)
-    bell = Doorbell(Segment.private(BELL_BYTES), 0, Fence())
-    bell.initialise(os.getpid())
+    bell = own_bell()
     bell.ring()
-    loop = Loop(bell, spin=SpinPolicy(crowded=False, checks=10), sockets=None, tick=lambda: None)
+    loop = own_loop(bell)
     ran = threading.Event()
     loop.post(ran.set)
     assert ran.wait(5.0)
@@ -283,7 +239,7 @@ def test_threads_that_are_no_longer_needed_end(loop: Loop) -> None:
 
 
 def test_closing_does_not_wait_for_a_work_item() -> None:
-    loop = make_loop()
+    loop = own_loop()
     gauge = Gauge()
     loop.thread_pool.submit(gauge.visit)
     assert until(lambda: gauge.inside == 1)
@@ -312,7 +268,7 @@ def test_what_is_due_is_done_in_time_though_nobody_waits(loop: Loop) -> None:
 
 def test_a_time_limit_is_kept_while_the_thread_that_watched_it_runs_a_work_item() -> None:
     # No thread wakes by itself: only one that knows of the limit.
-    loop = make_loop(tick_seconds=60.0)
+    loop = own_loop(spin=SpinPolicy(crowded=False, checks=10, tick_seconds=60.0))
     loop.thread_pool.allow(3)
     gauge = Gauge()
     for _ in range(3):
