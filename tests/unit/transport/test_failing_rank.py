@@ -16,6 +16,7 @@ import time
 import traceback
 import uuid
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -40,8 +41,22 @@ class Recorder:
         return False
 
 
+@pytest.fixture
+def mpi() -> Recorder:
+    return Recorder()
+
+
 def guard_of(mpi: Any, on_end: Callable[[], None] = lambda: None) -> Guard:
     return Guard(mpi, 1, "rank 1 of 3 on here", on_end)
+
+
+@contextmanager
+def on_duty(mpi: Any, on_end: Callable[[], None] = lambda: None) -> Iterator[Guard]:
+    """A guard that watches meanwhile."""
+    guard = guard_of(mpi, on_end)
+    guard.install()
+    yield guard
+    guard.uninstall()
 
 
 @pytest.fixture(autouse=True)
@@ -72,12 +87,14 @@ def hooks() -> tuple[object, ...]:
     return sys.exit, sys.excepthook, threading.excepthook
 
 
-def test_hooks_come_back() -> None:
+def test_hooks_come_back_and_sys_exit_looks_as_before(mpi: Recorder) -> None:
     before = hooks()
-    guard = guard_of(Recorder())
+    guard = guard_of(mpi)
     guard.install()
     guard.install()
     assert all(now is not then for now, then in zip(hooks(), before, strict=True))
+    assert sys.exit.__name__ == "exit"
+    assert sys.exit.__doc__ == inspect.unwrap(sys.exit).__doc__
     guard.uninstall()
     guard.uninstall()
     assert hooks() == before
@@ -90,72 +107,59 @@ def test_alone_nothing_is_installed() -> None:
     assert ON_DUTY.guard is None
 
 
-def test_hooks_installed_later_by_others_stay() -> None:
-    guard = guard_of(Recorder())
-    guard.install()
-
+@pytest.mark.parametrize("when", ["before", "later"])
+def test_hooks_that_others_have_installed_stay(when: str, mpi: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
     def theirs(*_: object) -> None: ...
 
-    sys.excepthook = theirs
-    guard.uninstall()
-    assert sys.excepthook is theirs
+    if when == "before":
+        monkeypatch.setattr(sys, "exit", theirs)
+    with on_duty(mpi):
+        monkeypatch.setattr(sys, "excepthook", theirs)
+        if when == "later":
+            monkeypatch.setattr(sys, "exit", theirs)
+        assert sys.exit is theirs
+    assert sys.exit is sys.excepthook is theirs
 
 
-def test_a_second_guard_sends_the_first_home() -> None:
+def test_a_second_guard_sends_the_first_home(mpi: Recorder) -> None:
     before = hooks()
-    first, second = (guard_of(Recorder()) for _ in range(2))
-    first.install()
-    second.install()
-    first.uninstall()
-    assert ON_DUTY.guard is not None
-    second.uninstall()
+    with on_duty(mpi) as first, on_duty(mpi):
+        first.uninstall()
+        assert ON_DUTY.guard is not None
     assert hooks() == before
 
 
-def test_a_start_does_not_replace_the_guard_on_duty() -> None:
-    guard = guard_of(Recorder())
-    guard.install()
-    during = hooks()
-    watch_start()
-    assert hooks() == during
-    guard.uninstall()
+def test_a_start_does_not_replace_the_guard_on_duty(mpi: Recorder) -> None:
+    with on_duty(mpi):
+        during = hooks()
+        watch_start()
+        assert hooks() == during
 
 
-def test_a_thread_may_end_with_sys_exit(capsys: pytest.CaptureFixture[str]) -> None:
-    mpi = Recorder()
-    guard = guard_of(mpi)
-    guard.install()
-    in_thread(sys.exit, 3)
-    guard.uninstall()
+def test_a_thread_may_end_with_sys_exit(mpi: Recorder, capsys: pytest.CaptureFixture[str]) -> None:
+    with on_duty(mpi):
+        in_thread(sys.exit, 3)
     assert mpi.aborted == []
     assert capsys.readouterr().err == ""
 
 
-def test_a_hook_that_was_there_before_prints_the_traceback(capsys: pytest.CaptureFixture[str]) -> None:
-    mpi = Recorder()
+def test_a_hook_that_was_there_before_prints_the_traceback(mpi: Recorder, capsys: pytest.CaptureFixture[str]) -> None:
     seen: list[object] = []
     threading.excepthook = lambda args: seen.append(args.exc_type)
-    guard = guard_of(mpi)
-    guard.install()
-    in_thread(lambda: 1 / 0)
-    guard.uninstall()
+    with on_duty(mpi):
+        in_thread(lambda: 1 / 0)
     assert seen == [ZeroDivisionError]
     assert "Traceback" not in capsys.readouterr().err
     assert mpi.aborted == [1]
 
 
-def test_a_farewell_that_fails_aborts() -> None:
-    mpi = Recorder()
-
+def test_a_farewell_that_fails_aborts(mpi: Recorder) -> None:
     def fail() -> None:
         raise RuntimeError("no way out")
 
-    guard = guard_of(mpi, fail)
-    guard.install()
-    with pytest.raises(RuntimeError, match="no way out"):
+    with on_duty(mpi, fail) as guard, pytest.raises(RuntimeError, match="no way out"):
         guard.at_exit()
     assert mpi.aborted == [1]
-    guard.uninstall()
 
 
 class Hostile:
@@ -167,9 +171,9 @@ class Hostile:
 
 @pytest.mark.parametrize("kind", [ValueError, Quit, KeyboardInterrupt])
 def test_a_program_that_has_replaced_all_it_can_is_ended(
-    kind: type[BaseException], monkeypatch: pytest.MonkeyPatch
+    kind: type[BaseException], mpi: Recorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    mpi, real, asked = Recorder(), io.StringIO(), []
+    real, asked = io.StringIO(), []
     monkeypatch.setattr(sys, "__stderr__", real)
 
     def hook(*_: object) -> None:
@@ -184,15 +188,12 @@ def test_a_program_that_has_replaced_all_it_can_is_ended(
         raise kind("boom")
 
     monkeypatch.setattr(threading, "excepthook", hook)
-    guard = guard_of(mpi)
-    guard.before_end.append(write)
-    guard.install()
-    with monkeypatch.context() as patch:
+    with on_duty(mpi) as guard, monkeypatch.context() as patch:
+        guard.before_end.append(write)
         for name in ("stdout", "stderr"):
             patch.setattr(sys, name, Hostile())
         patch.setattr(traceback, "format_exception", hook)
         in_thread(fail)
-    guard.uninstall()
     assert mpi.aborted == [1]
     assert {"hook", "timeline"} <= set(asked)
     said = real.getvalue()
@@ -201,45 +202,33 @@ def test_a_program_that_has_replaced_all_it_can_is_ended(
     assert "the program's hook failed" in said
 
 
-def test_where_no_thread_can_be_started_the_job_is_ended_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    mpi = Recorder()
-    guard = guard_of(mpi)
-    guard.install()
-
+def test_where_no_thread_can_be_started_the_job_is_ended_at_once(
+    mpi: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
-    with monkeypatch.context() as patch:
+    with on_duty(mpi), monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", fail)
         sys.excepthook(ValueError, ValueError("boom"), None)
-    guard.uninstall()
     assert mpi.aborted == [1]
 
 
-def test_an_abort_that_fails_ends_the_process() -> None:
-    mpi = Recorder()
-
+def test_an_abort_that_fails_ends_the_process(mpi: Recorder) -> None:
     def fail(status: int) -> None:
         raise Quit
 
     mpi.COMM_WORLD.Abort = fail
     process = os.fork()
     if process == 0:
-        guard = guard_of(mpi)
-        guard.install()
-        guard.end_job("", "")
+        with on_duty(mpi) as guard:
+            guard.end_job("", "")
         os._exit(9)
     assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == 1
 
 
-@pytest.fixture(autouse=True)
-def untouched_exit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter's own sys.exit, also where hvlike runs already and has replaced it."""
-    monkeypatch.setattr(sys, "exit", inspect.unwrap(sys.exit))
-
-
 @pytest.fixture
-def observer(untouched_exit: None) -> Iterator[ExitObserver]:
+def observer() -> Iterator[ExitObserver]:
     observer = ExitObserver()
     observer.install()
     yield observer
@@ -263,30 +252,6 @@ def test_wrong_arguments_are_refused_as_before(observer: ExitObserver) -> None:
         sys.exit(1, 2)  # type: ignore[call-arg]
 
 
-def test_sys_exit_comes_back() -> None:
-    before = sys.exit
-    observer = ExitObserver()
-    observer.install()
-    observer.install()
-    assert sys.exit is not before
-    assert sys.exit.__name__ == "exit"
-    assert sys.exit.__doc__ == before.__doc__
-    observer.uninstall()
-    observer.uninstall()
-    assert sys.exit is before
-
-
-def test_a_replacement_by_others_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    def theirs(status: object = None) -> None: ...
-
-    monkeypatch.setattr(sys, "exit", theirs)
-    observer = ExitObserver()
-    observer.install()
-    assert sys.exit is theirs
-    observer.uninstall()
-    assert sys.exit is theirs
-
-
 @pytest.fixture
 def job() -> str:
     return uuid.uuid4().hex
@@ -306,7 +271,8 @@ def test_the_first_one_reports_and_hears_of_the_others(job: str, first: FirstRep
     second = FirstReport(job)
     assert not second.claim(0, "KeyError: 'x'")
     assert not second.claim(1, "")
-    assert first.others() == [(0, "KeyError: 'x'"), (1, "")]
+    assert not second.claim(2, "ValueError: \ud800")
+    assert first.others() == [(0, "KeyError: 'x'"), (1, ""), (2, "ValueError: \\ud800")]
     assert first.others() == []
     assert second.others() == []
 
@@ -363,12 +329,6 @@ def test_a_job_is_named_by_its_launcher_and_when_that_began() -> None:
     assert job_name(os.getpid()) == job_name(os.getpid())
     assert job_name(os.getpid()) != job_name(os.getppid())
     assert job_name(2**22 + 1) == f"{2**22 + 1}-0"
-
-
-def test_any_letter_is_told(job: str, first: FirstReport) -> None:
-    assert first.claim(0, "")
-    assert not FirstReport(job).claim(1, "ValueError: \ud800")
-    assert first.others() == [(1, "ValueError: \\ud800")]
 
 
 def test_without_sockets_everybody_reports(first: FirstReport, monkeypatch: pytest.MonkeyPatch) -> None:

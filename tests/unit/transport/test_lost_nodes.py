@@ -133,7 +133,7 @@ def test_no_rank_hears_less_than_its_node(sizes: Sequence[int]) -> None:
     rows = [[0] * count for _ in node_of]
     hearings = [Hearing(count, node, LIMIT, 0.0) for node in node_of]
     beat = LIMIT / heartbeat.BEATS
-    for tick in range(1, 4000):
+    for tick in range(1, 1000):
         now = tick * beat / 4
         for rank, hearing in enumerate(hearings):
             if (tick + rank) % 4 == 0:
@@ -171,32 +171,23 @@ def test_a_rank_takes_for_lost_whom_another_one_of_its_node_does() -> None:
     assert elsewhere.clocks[2] == 7
 
 
-def assign(previous: list[int | None], size: int, without_state: tuple[int, ...] = ()) -> list[int | None]:
-    """Numbers where all that had one have the state, but those at some places."""
+@pytest.mark.parametrize(
+    ("previous", "size", "without_state", "numbers"),
+    [
+        pytest.param([0, 1, 3, None, None], 4, [], [0, 1, 3, 2, None], id="a spare takes that of the lost rank"),
+        pytest.param([1, 2, None], 3, [], [0, 2, 1], id="rank 0 is one that has trained"),
+        pytest.param([2, 0, None], 3, [1], [0, 2, 1], id="a spare without a state gives rank 0 away"),
+        pytest.param([0, 2, 3], 4, [], [0, 2, 3], id="without spares the others keep theirs"),
+        pytest.param([2, 3], 4, [], [2, 3], id="without rank 0, too"),
+        pytest.param([2, 3], 4, [0], [3, 2], id="but the lowest is one that has trained"),
+        pytest.param([None, None, None], 2, [], [0, 1, None], id="spares alone start from the beginning"),
+    ],
+)
+def test_who_has_which_number_after_a_loss(
+    previous: list[int | None], size: int, without_state: list[int], numbers: list[int | None]
+) -> None:
     holds = [number is not None and place not in without_state for place, number in enumerate(previous)]
-    return assign_numbers(previous, size, holds)
-
-
-def test_a_spare_takes_the_number_of_the_lost_rank() -> None:
-    assert assign([0, 1, 3, None, None], 4) == [0, 1, 3, 2, None]
-
-
-def test_rank_0_is_one_that_has_trained() -> None:
-    assert assign([1, 2, None], 3) == [0, 2, 1]
-
-
-def test_a_spare_that_has_no_state_yet_gives_rank_0_to_one_that_has() -> None:
-    assert assign([2, 0, None], 3, without_state=(1,)) == [0, 2, 1]
-
-
-def test_without_spares_the_others_keep_their_numbers() -> None:
-    assert assign([0, 2, 3], 4) == [0, 2, 3]
-    assert assign([2, 3], 4) == [2, 3]
-    assert assign([2, 3], 4, without_state=(0,)) == [3, 2]
-
-
-def test_spares_alone_start_from_the_beginning() -> None:
-    assert assign([None, None, None], 2) == [0, 1, None]
+    assert assign_numbers(previous, size, holds) == numbers
 
 
 @given(st.integers(1, 6), st.integers(0, 4), st.data())
