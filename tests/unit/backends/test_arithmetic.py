@@ -1,15 +1,20 @@
-"""Which reductions are defined where, and laws of element arithmetic over dtype x op x factors x contributions."""
+"""Which reductions are defined where, and laws of element arithmetic over dtype x op x factors x contributions.
+
+Many elements are shared among as many threads as torch has where the rank has a core for each: the bits stay the same.
+"""
 
 import functools
 import itertools
 import math
+import threading
+from collections.abc import Iterator
 from fractions import Fraction
 from typing import Any
 
 import pytest
 import torch
 
-from hvlike.backends.arithmetic.arithmetic import Arithmetic, early_factor
+from hvlike.backends.arithmetic.arithmetic import THREADED_BYTES, THREADS, Arithmetic, Threads, early_factor
 from hvlike.backends.arithmetic.kernels import BLOCK_BYTES
 from hvlike.backends.arithmetic.reduce_op import BitwiseOp, ReduceOp, check_supported, identity, reduce_op
 from hvlike.errors import UsageError
@@ -45,15 +50,15 @@ def numbers(dtype: torch.dtype, count: int) -> list[torch.Tensor]:
     return [torch.randn(50, generator=generator, dtype=wide).to(dtype) for _ in range(count)]
 
 
-@functools.cache
-def scalar_ops() -> dict[ReduceOp, object]:
-    return {ReduceOp.MIN: min, ReduceOp.MAX: max, ReduceOp.PRODUCT: lambda a, b: a * b}
+def reduced_by_torch(op: ReduceOp, tensors: list[torch.Tensor]) -> torch.Tensor:
+    reduce = {ReduceOp.MIN: torch.minimum, ReduceOp.MAX: torch.maximum, ReduceOp.PRODUCT: torch.mul}.get(op, torch.add)
+    return functools.reduce(reduce, tensors)
 
 
 @pytest.mark.parametrize("dtype", INTEGERS, ids=dtype_name)
 @pytest.mark.parametrize("op", ELEMENTWISE)
 def test_integers_truncate_toward_zero_at_each_scaling(dtype: torch.dtype, op: ReduceOp) -> None:
-    reduce = scalar_ops().get(op, lambda a, b: a + b)
+    reduce = {ReduceOp.MIN: min, ReduceOp.MAX: max, ReduceOp.PRODUCT: lambda a, b: a * b}.get(op, lambda a, b: a + b)
     bits = dtype.itemsize * 8
     for (prescale, postscale), count in itertools.product(FACTORS, COUNTS):
         if op is ReduceOp.PRODUCT and count > 2:
@@ -70,12 +75,23 @@ def test_integers_truncate_toward_zero_at_each_scaling(dtype: torch.dtype, op: R
                 assert value == expected, (prescale, postscale, count, scaled)
 
 
-@pytest.mark.parametrize("dtype", [torch.bool, *INTEGERS], ids=dtype_name)
-@pytest.mark.parametrize("op", BitwiseOp)
-def test_bits(dtype: torch.dtype, op: BitwiseOp) -> None:
-    reduce = {"BAND": torch.bitwise_and, "BOR": torch.bitwise_or, "BXOR": torch.bitwise_xor}[op.name]
-    for count in COUNTS:
-        contributions = integers(dtype, count)
+@pytest.mark.parametrize("count", COUNTS)
+@pytest.mark.parametrize(
+    ("op", "dtypes", "reduce"),
+    [
+        (BitwiseOp.BAND, [torch.bool, *INTEGERS], torch.bitwise_and),
+        (BitwiseOp.BOR, [torch.bool, *INTEGERS], torch.bitwise_or),
+        (BitwiseOp.BXOR, [torch.bool, *INTEGERS], torch.bitwise_xor),
+        (ReduceOp.SUM, [torch.bool], torch.logical_or),
+        (ReduceOp.MAX, [torch.bool], torch.logical_or),
+        (ReduceOp.MIN, [torch.bool], torch.logical_and),
+        (ReduceOp.PRODUCT, [torch.bool], torch.logical_and),
+    ],
+    ids=str,
+)
+def test_bits_and_truth(op: Any, dtypes: list[torch.dtype], reduce: Any, count: int) -> None:
+    for dtype in dtypes:
+        contributions = [tensor > 0 if dtype is torch.bool else tensor for tensor in integers(dtype, count)]
         assert torch.equal(combined(Arithmetic(dtype, op), contributions), functools.reduce(reduce, contributions))
 
 
@@ -84,8 +100,7 @@ def wide_reference(
 ) -> torch.Tensor:
     precise = torch.complex128 if contributions[0].is_complex() else torch.float64
     wide = [tensor.to(precise) * prescale for tensor in contributions]
-    reduce = {ReduceOp.MIN: torch.minimum, ReduceOp.MAX: torch.maximum, ReduceOp.PRODUCT: torch.mul}.get(op, torch.add)
-    return functools.reduce(reduce, wide) * postscale / divisor
+    return reduced_by_torch(op, wide) * postscale / divisor
 
 
 @pytest.mark.parametrize("dtype", FLOATS + COMPLEX, ids=dtype_name)
@@ -106,22 +121,6 @@ def test_floats_follow_the_reference(dtype: torch.dtype, op: ReduceOp) -> None:
         torch.testing.assert_close(
             result.to(reference.dtype), reference, rtol=tolerance, atol=tolerance * (1e-2 if half else 1)
         )
-
-
-@pytest.mark.parametrize(
-    ("op", "reduce"),
-    [
-        (ReduceOp.SUM, torch.logical_or),
-        (ReduceOp.MAX, torch.logical_or),
-        (ReduceOp.MIN, torch.logical_and),
-        (ReduceOp.PRODUCT, torch.logical_and),
-    ],
-)
-@pytest.mark.parametrize("count", COUNTS)
-def test_bool_is_or_and_and(op: ReduceOp, reduce: object, count: int) -> None:
-    contributions = [tensor > 0 for tensor in integers(torch.int64, count)]
-    expected = functools.reduce(reduce, contributions)
-    assert torch.equal(combined(Arithmetic(torch.bool, op), contributions), expected)
 
 
 LARGE = 2**53 + 1
@@ -342,11 +341,68 @@ def test_identity_changes_nothing(op: ReduceOp, dtype: torch.dtype) -> None:
         return
     neutral = torch.full((2,), identity(op, dtype), dtype=dtype)
     values = torch.tensor([0, 1]).to(dtype)
-    combined = {
-        ReduceOp.SUM: torch.add,
-        ReduceOp.AVERAGE: torch.add,
-        ReduceOp.PRODUCT: torch.mul,
-        ReduceOp.MIN: torch.minimum,
-        ReduceOp.MAX: torch.maximum,
-    }[op](values, neutral)
-    assert torch.equal(combined, values)
+    assert torch.equal(reduced_by_torch(op, [values, neutral]), values)
+
+
+SPECIAL = [float("nan"), float("inf"), -float("inf"), 0.0, -0.0, 1.0, 3e38, 1e-40]
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    before, cores = torch.get_num_threads(), THREADS.cores
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+    THREADS.cores = cores
+
+
+@pytest.mark.parametrize(("threads", "cores", "expected"), [(1, 4.0, 1), (2, 1.0, 1), (2, 2.0, 2), (4, 3.5, 1)])
+@pytest.mark.usefixtures("two_threads")
+def test_never_more_than_the_cores_of_the_rank(threads: int, cores: float, expected: int) -> None:
+    torch.set_num_threads(threads)
+    known = Threads()
+    known.cores = cores
+    assert known.usable() == expected
+
+
+@pytest.mark.usefixtures("two_threads")
+def test_beside_the_main_thread_there_is_one() -> None:
+    known, found = Threads(), []
+    known.cores = 2.0
+    beside = threading.Thread(target=lambda: found.append(known.usable()))
+    beside.start()
+    beside.join()
+    assert (found, known.usable()) == ([1], 2)
+
+
+def contributions(dtype: torch.dtype, count: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(count)
+    length = THREADED_BYTES // dtype.itemsize + 4321
+    if not (dtype.is_floating_point or dtype.is_complex):
+        return [torch.randint(-(2**62), 2**62, (length,), generator=generator).to(dtype) for _ in range(count)]
+    tensors = [torch.randn(length, generator=generator, dtype=torch.float64).to(dtype) for _ in range(count)]
+    for index, values in enumerate(zip(*itertools.product(SPECIAL, repeat=2), strict=True)):
+        tensors[index][: len(values)] = torch.tensor(values).to(dtype)
+    return tensors
+
+
+@pytest.mark.parametrize("dtype", [*FLOATS, torch.int64, torch.complex64], ids=dtype_name)
+@pytest.mark.parametrize(
+    ("op", "divisor", "count"), [(ReduceOp.SUM, 1, 2), (ReduceOp.AVERAGE, 3, 3), (ReduceOp.PRODUCT, 1, 2)]
+)
+@pytest.mark.usefixtures("two_threads")
+def test_the_bits_do_not_depend_on_the_threads(dtype: torch.dtype, op: ReduceOp, divisor: int, count: int) -> None:
+    arithmetic = Arithmetic(dtype, op, divisor=divisor)
+    given, found = contributions(dtype, count), []
+    for cores in (1.0, 2.0):
+        THREADS.cores = cores
+        at_once, by_and_by = [each.clone() for each in given], [each.clone() for each in given]
+        own, *others = map(arithmetic.view, at_once)
+        arithmetic.combine(own, others, others[:1])
+        own, *others = map(arithmetic.view, by_and_by)
+        accumulator = arithmetic.begin(own, arithmetic.accumulator(len(own)))
+        for other in others:
+            arithmetic.fold(accumulator, other)
+        arithmetic.end(accumulator, own)
+        found.append([each.view(torch.uint8) for each in (*at_once[:2], by_and_by[0])])
+    assert all(itertools.starmap(torch.equal, zip(*found, strict=True)))
