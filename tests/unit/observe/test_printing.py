@@ -5,17 +5,17 @@ import errno
 import io
 import logging
 import os
-import subprocess
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
 from hvlike.observe import printing
+from hvlike.observe.log import unfailing
 
 TEXT = "hvlike: größe 鍵\nTraceback\nValueError: fehlt für \ud800"
 
@@ -175,10 +175,13 @@ def test_without_a_stderr_from_the_start_no_descriptor_is_written_to(monkeypatch
     printing.report("nobody is told")
 
 
-def test_a_stderr_that_the_program_has_closed_is_found_by_its_number() -> None:
-    program = "import sys; sys.stderr.close(); from hvlike.observe import printing; printing.report('still here')"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert done.stderr == "still here\n"
+def test_a_stderr_that_the_program_has_closed_is_found_by_its_number(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("stderr", "__stderr__"):
+        monkeypatch.setattr(sys, name, closed())
+    printing.report("still here")
+    assert capfd.readouterr().err == "still here\n"
 
 
 def test_ctrl_c_interrupts_a_write(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -210,29 +213,26 @@ def test_an_exception_that_cannot_be_shown_is_named_with_its_lines(monkeypatch: 
     assert text.endswith("in test_an_exception_that_cannot_be_shown_is_named_with_its_lines\nHostile\n")
 
 
-@pytest.mark.parametrize("error", [OSError("full"), Quit()])
-@pytest.mark.parametrize("place", ["handler", "filter"])
-def test_what_a_logging_handler_raises_stays_inside(
-    error: BaseException, place: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+@contextlib.contextmanager
+def handled_by(handler: logging.Handler) -> Iterator[logging.Logger]:
     logger = logging.getLogger("hvlike")
-
-    class Handler(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            raise error
-
-    class Filter(logging.Filter):
-        def filter(self, record: logging.LogRecord) -> bool:
-            raise error
-
-    handler = Handler() if place == "handler" else logging.Handler()
-    if place == "filter":
-        handler.addFilter(Filter())
     logger.addHandler(handler)
-    try:
+    yield logger
+    logger.removeHandler(handler)
+
+
+@pytest.mark.parametrize("error", [OSError("full"), Quit()])
+@pytest.mark.parametrize("place", ["handle", "filter"])
+def test_what_a_logging_handler_raises_stays_inside(
+    error: BaseException, place: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(record: logging.LogRecord) -> bool:
+        raise error
+
+    handler = logging.Handler()
+    monkeypatch.setattr(handler, "emit" if place == "handle" else "filter", fail)
+    with handled_by(handler) as logger:
         logger.warning("rank %d waits", 3)
-    finally:
-        logger.removeHandler(handler)
     assert "hvlike WARNING: rank 3 waits\n" in capsys.readouterr().err
 
 
@@ -242,16 +242,13 @@ def test_records_of_a_kind_that_fails_are_printed(
     def fail(*_: object, **__: object) -> logging.LogRecord:
         raise TypeError
 
-    handler = logging.StreamHandler(sys.stderr)
-    logger = logging.getLogger("hvlike")
-    logger.addHandler(handler)
     previous = logging.getLogRecordFactory()
-    logging.setLogRecordFactory(fail)
-    try:
-        logger.warning("rank %d waits", 3)
-    finally:
-        logging.setLogRecordFactory(previous)
-        logger.removeHandler(handler)
+    with handled_by(logging.StreamHandler(sys.stderr)) as logger:
+        logging.setLogRecordFactory(fail)
+        try:
+            logger.warning("rank %d waits", 3)
+        finally:
+            logging.setLogRecordFactory(previous)
     assert "rank 3 waits\n" in capsys.readouterr().err
 
 
@@ -260,8 +257,6 @@ def test_the_logger_of_another_class_keeps_it() -> None:
         own = True
 
     logger = Own("test_printing.own")
-    from hvlike.observe.log import unfailing
-
     unfailing(logger)
     unfailing(logger)
     assert isinstance(logger, Own)
