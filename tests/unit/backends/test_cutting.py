@@ -44,28 +44,22 @@ def test_shards_are_balanced_and_messages_full(lengths: list[int], count: int, e
 
 
 @pytest.mark.parametrize(
-    ("lengths", "expected"),
+    ("lengths", "early", "expected"),
     [
-        ([2, 30, 3], ([[(0, 0, 2), (2, 0, 2)], [(2, 2, 3)]], [[(1, 0, 15)], [(1, 15, 30)]])),
-        ([9, 9], ([[(0, 0, 4)], [(0, 4, 9), (1, 0, 3)], [(1, 3, 9)]], [])),
-        ([12], ([], [[(0, 0, 12)]])),
+        ([2, 30, 3], 40, ([[(0, 0, 2), (2, 0, 2)], [(2, 2, 3)]], [[(1, 0, 15)], [(1, 15, 30)]])),
+        ([9, 9], 40, ([[(0, 0, 4)], [(0, 4, 9), (1, 0, 3)], [(1, 3, 9)]], [])),
+        ([12], 40, ([], [[(0, 0, 12)]])),
         # The first 40 elements of long runs in messages of 15, the rest in messages of 20.
-        ([50, 10], ([], [[(0, 0, 15)], [(0, 15, 30)], [(0, 30, 40)], [(0, 40, 50)], [(1, 0, 10)]])),
-        ([], ([], [])),
+        ([50, 10], 40, ([], [[(0, 0, 15)], [(0, 15, 30)], [(0, 30, 40)], [(0, 40, 50)], [(1, 0, 10)]])),
+        # Without early messages they are cut as long as can be.
+        ([50, 3], 0, ([[(1, 0, 3)]], [[(0, 0, 20)], [(0, 20, 40)], [(0, 40, 50)]])),
+        ([], 40, ([], [])),
     ],
 )
-def test_short_runs_are_packed_and_long_ones_travel_alone(lengths: list[int], expected: object) -> None:
+def test_short_runs_are_packed_and_long_ones_travel_alone(lengths: list[int], early: int, expected: object) -> None:
     runs = [Run(index, 0, length) for index, length in enumerate(lengths)]
-    sizes = PacketSizes(short=10, first=4, packed=8, early=40, eager=15, largest=20)
+    sizes = PacketSizes(short=10, first=4, packed=8, early=early, eager=15, largest=20)
     assert packets_of(runs, sizes) == expected
-
-
-def test_without_early_messages_long_runs_are_cut_as_long_as_can_be() -> None:
-    sizes = PacketSizes(short=10, first=4, packed=8, early=0, eager=15, largest=20)
-    assert packets_of([Run(0, 0, 50), Run(1, 0, 3)], sizes) == (
-        [[(1, 0, 3)]],
-        [[(0, 0, 20)], [(0, 20, 40)], [(0, 40, 50)]],
-    )
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,8 @@
 import itertools
 import os
 import random
-from types import SimpleNamespace
-from typing import Any, cast
+from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -64,7 +64,12 @@ def contributions(ranks: int, lengths: list[int], seed: int) -> tuple[list[list[
     return tensors, sums
 
 
-@pytest.mark.parametrize("seed", range(4))
+def run_alone(each_rank: list[StagedReduction], tensors: list[Any]) -> list[Any]:
+    """Each rank begins with one tensor."""
+    return [one.run(addresses_of([mine])) for one, mine in zip(each_rank, tensors, strict=True)]
+
+
+@pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize(
     "lengths",
     [[1], [CHUNK, 5], [3 * CHUNK + 7, CHUNK - 1, 9 * CHUNK], [5, 900, 17] * 40],
@@ -100,7 +105,7 @@ def test_only_the_owner_is_given_the_result(ranks: int, results: Results) -> Non
 def test_where_a_rank_gives_up_in_the_middle_the_others_do_not_wait_for_ever() -> None:
     tensors = [np.ones(9 * CHUNK, np.float32) for _ in range(3)]
     each_rank = reductions(regions(3), deal([9 * CHUNK], 3, CHUNK, 1, short=1))
-    running = [one.run(addresses_of([mine])) for one, mine in zip(each_rank, tensors, strict=True)]
+    running = run_alone(each_rank, tensors)
     for coroutine in running:
         next(coroutine)
     with pytest.raises(KeyboardInterrupt):
@@ -113,7 +118,7 @@ def test_where_a_rank_gives_up_in_the_middle_the_others_do_not_wait_for_ever() -
 def test_nothing_is_added_where_a_peer_is_at_other_work() -> None:
     tensors = [np.ones(4 * CHUNK, np.float32) for _ in range(2)]
     each_rank = reductions(regions(2), deal([4 * CHUNK], 2, CHUNK, 1, short=1), stamps=[3, 4])
-    running = [one.run(addresses_of([mine])) for one, mine in zip(each_rank, tensors, strict=True)]
+    running = run_alone(each_rank, tensors)
     for coroutine in reversed(running):
         with pytest.raises(MismatchError, match=r"another operation|has found that"):
             list(itertools.islice(coroutine, 1000))
@@ -125,7 +130,7 @@ def test_slots_that_an_alltoall_has_filled_are_left_until_they_are_read() -> Non
     everybody = regions(2)
     everybody[0].mine.passed[1] = 1
     each_rank = reductions(everybody, deal([CHUNK], 2, CHUNK, 1, short=1))
-    running = [one.run(addresses_of([mine])) for one, mine in zip(each_rank, tensors, strict=True)]
+    running = run_alone(each_rank, tensors)
     for _ in range(10):
         next(running[0])
         next(running[1])
@@ -135,18 +140,12 @@ def test_slots_that_an_alltoall_has_filled_are_left_until_they_are_read() -> Non
     assert all(bool((tensor == 2).all()) for tensor in tensors)
 
 
-class Node:
-    """As much of a region as a reduction without staging looks at."""
-
-    chunk = 64
-
-    def __init__(self, rank: int, words: list[list[int]]) -> None:
-        self.rank, self.ranks = rank, len(words)
-        self.counters = [SimpleNamespace(words=each) for each in words]
-        self.mine = self.counters[rank]
-
-    def fence(self) -> None:
-        """One thread needs none."""
+def complete(reductions: Iterable[InPlaceReduction | CmaReduction]) -> None:
+    """One rank after the other, each as much as it can."""
+    for reduction in reductions:
+        reduction.begin(5)
+        while reduction.unfinished:
+            reduction.advance()
 
 
 @pytest.mark.parametrize("lengths", [[1], [16], [17], [5, 100, 16], [16 * 3 * 40 + 3]], ids=str)
@@ -154,13 +153,8 @@ class Node:
 @pytest.mark.parametrize("ranks", [2, 3, 5])
 def test_without_staging_every_chunk_is_reduced_once(ranks: int, first_owner: int, lengths: list[int]) -> None:
     tensors, expected = contributions(ranks, lengths, 1)
-    copies = list(zip(*tensors, strict=True))
-    words = [[0] * 16 for _ in range(ranks)]
-    for rank in range(ranks):
-        reduction = InPlaceReduction(cast("Region", Node(rank, words)), SUM, cast("Any", copies), first_owner)
-        reduction.begin(5)
-        while reduction.unfinished:
-            reduction.advance()
+    copies: list[Any] = list(zip(*tensors, strict=True))
+    complete(InPlaceReduction(region, SUM, copies, first_owner) for region in regions(ranks, 64))
     for each, total in zip(copies, expected, strict=True):
         assert all(np.array_equal(copy, total) for copy in each)
 
@@ -226,28 +220,18 @@ def test_the_word_tells_places_apart() -> None:
         pytest.param([3 * LONG_CHUNK // 16] * 40, id="several chunks of short ones"),
     ],
 )
-@pytest.mark.parametrize("odd", [0, 1], ids=["aligned", "at odd addresses"])
+@pytest.mark.parametrize("place", [np.copy, odd], ids=["aligned", "at odd addresses"])
 @pytest.mark.parametrize("ranks", [2, 3, 5])
-def test_in_the_memory_of_peers_every_chunk_is_reduced_once(ranks: int, odd: int, lengths: list[int]) -> None:
-    copies = [[np.empty(4 * n + odd, np.uint8)[odd:].view(np.float32) for n in lengths] for _ in range(ranks)]
+def test_in_the_memory_of_peers_every_chunk_is_reduced_once(ranks: int, place: Any, lengths: list[int]) -> None:
     tensors, expected = contributions(ranks, lengths, 1)
-    for mine, values in zip(copies, tensors, strict=True):
-        for copy, value in zip(mine, values, strict=True):
-            copy[:] = value
-    counters = [
-        SimpleNamespace(addresses=np.array([each.ctypes.data for each in of_rank], np.uint64), words=[0] * 16)
-        for of_rank in copies
-    ]
-    for rank in range(ranks):
-        peers = [peer for peer in range(ranks) if peer != rank]
-        region: Any = SimpleNamespace(rank=rank, ranks=ranks, peers=peers, counters=counters, mine=counters[rank])
-        region.others, region.fence = [counters[peer] for peer in peers], lambda: None
-        reduction = CmaReduction(region, CmaMemory([os.getpid()] * ranks), SUM, lengths)
-        reduction.begin(5)
-        while reduction.unfinished:
-            reduction.advance()
-    for of_rank in copies:
-        assert all(np.array_equal(each, total) for each, total in zip(of_rank, expected, strict=True))
+    copies = [list(map(place, mine)) for mine in tensors]
+    everybody, memory = regions(ranks), CmaMemory([os.getpid()] * ranks)
+    each_rank = [CmaReduction(region, memory, SUM, lengths) for region in everybody]
+    for reduction, mine in zip(each_rank, copies, strict=True):
+        reduction.post(addresses_of(mine))
+    complete(each_rank)
+    for mine in copies:
+        assert all(np.array_equal(each, total) for each, total in zip(mine, expected, strict=True))
 
 
 @pytest.mark.parametrize(

@@ -105,7 +105,6 @@ CASES = [(size, Way(sharded, levels)) for size, found in WAYS.items() for levels
 
 
 def test_with_one_rank_too_many_the_first_gives_what_it_has_to_the_second() -> None:
-    assert members(37) == 36
     assert [partner_of(rank, 37) for rank in range(4)] == [1, 0, None, None]
     assert steps_of(1, 37, 8, Way(False, (4, 9)))[0].group == [1, 2, 3, 4]
 
@@ -172,48 +171,44 @@ def simulate(size: int, elements: int, way: Way) -> list[dict[int, str]]:
 MESSAGE = SMALLEST_SAMPLE // 4
 
 
-class Clock:
+class Exchanges:
+    """Of messages, on a clock of their own."""
+
     def __init__(self) -> None:
         self.now = 0.0
+        self.pace = BandwidthEstimator(lambda: self.now)
 
-    def __call__(self) -> float:
-        return self.now
-
-
-def exchange(pace: BandwidthEstimator, clock: Clock, seconds: Iterable[float]) -> bool:
-    """An exchange of messages that arrive after so many seconds each; whether the network counts as slow after it."""
-    pace.begin()
-    for each in seconds:
-        clock.now += each
-        pace.arrived(MESSAGE)
-    pace.end()
-    return pace.slow
+    def make(self, seconds: Iterable[float]) -> bool:
+        """One of messages that arrive after so many seconds each; whether the network counts as slow after it."""
+        self.pace.begin()
+        for each in seconds:
+            self.now += each
+            self.pace.arrived(MESSAGE)
+        self.pace.end()
+        return self.pace.slow
 
 
-def made() -> tuple[BandwidthEstimator, Clock]:
-    clock = Clock()
-    return BandwidthEstimator(clock), clock
+@pytest.fixture
+def exchanges() -> Exchanges:
+    return Exchanges()
 
 
 QUICK = 0.5 * MESSAGE / SLOW_BYTES_PER_SECOND
 SLOW = 2.0 * MESSAGE / SLOW_BYTES_PER_SECOND
 
 
-def test_the_rate_decides() -> None:
-    pace, clock = made()
-    assert not pace.slow
-    assert exchange(pace, clock, [SLOW] * 5)
-    assert not exchange(pace, clock, [QUICK] * 5)
+def test_the_rate_decides(exchanges: Exchanges) -> None:
+    assert not exchanges.pace.slow
+    assert exchanges.make([SLOW] * 5)
+    assert not exchanges.make([QUICK] * 5)
 
 
-def test_waiting_for_the_first_message_does_not_count() -> None:
-    pace, clock = made()
-    assert not exchange(pace, clock, [100.0] + [QUICK] * 4)
+def test_waiting_for_the_first_message_does_not_count(exchanges: Exchanges) -> None:
+    assert not exchanges.make([100.0] + [QUICK] * 4)
 
 
-def test_few_bytes_change_nothing() -> None:
-    pace, clock = made()
-    assert not exchange(pace, clock, [SLOW] * 4)
-    assert exchange(pace, clock, [SLOW] * 5)
-    assert exchange(pace, clock, [QUICK] * 4)
-    assert exchange(pace, clock, [])
+def test_few_bytes_change_nothing(exchanges: Exchanges) -> None:
+    assert not exchanges.make([SLOW] * 4)
+    assert exchanges.make([SLOW] * 5)
+    assert exchanges.make([QUICK] * 4)
+    assert exchanges.make([])

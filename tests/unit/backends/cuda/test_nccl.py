@@ -39,10 +39,18 @@ class Setting:
         communicator = Communicator(Nccl(self.nccl), self.link)
         self.backend = NcclBackend(SoloBackend(), self.device, self.device.home(), (0, 1), communicator, limit)
 
-    def reduce(self, tensor: torch.Tensor) -> None:
-        """Begin a reduction."""
-        job = self.backend.allreduce([tensor], Arithmetic(torch.float32, ReduceOp.SUM, postscale=3.0))
+    def reduce(self, *tensors: torch.Tensor) -> None:
+        """Begin a reduction that multiplies by three."""
+        job = self.backend.allreduce(tensors, Arithmetic(torch.float32, ReduceOp.SUM, postscale=3.0))
         assert list(self.backend.run(job)) == []
+
+    def break_device(self) -> None:
+        """From now on it fails whatever it is asked."""
+
+        def failing(event: object) -> bool:
+            raise RuntimeError("CUDA error: device-side assert triggered\nSearch for it in the documentation")
+
+        self.device.has_passed = failing
 
 
 def test_a_call_that_takes_too_long_is_an_error() -> None:
@@ -73,9 +81,11 @@ def test_what_has_ended_is_not_late() -> None:
     assert setting.backend.watch(time.monotonic() + 100 * LIMIT) is None
 
 
-def test_an_error_of_nccl_is_found_once_and_told_with_advice() -> None:
+@pytest.mark.parametrize("kind", [RuntimeError, KeyError])
+def test_any_error_of_nccl_is_found_once_and_told_with_advice(kind: type[Exception]) -> None:
     setting = Setting()
-    setting.link.failure = RuntimeError("NCCL_ERROR_UNHANDLED_CUDA_ERROR: unhandled cuda error")
+    assert setting.backend.watch(time.monotonic()) is None
+    setting.link.failure = kind("NCCL_ERROR_UNHANDLED_CUDA_ERROR: unhandled cuda error")
     error = setting.backend.watch(time.monotonic())
     assert isinstance(error, HorovodInternalError)
     assert "unhandled cuda error" in str(error)
@@ -101,11 +111,7 @@ def test_after_an_abort_everybody_gets_the_error() -> None:
 def test_an_error_that_stays_on_the_device_is_told_and_does_not_leave_the_loop() -> None:
     setting = Setting()
     setting.reduce(torch.ones(3))
-
-    def failing(event: object) -> bool:
-        raise RuntimeError("CUDA error: device-side assert triggered\nSearch for it in the documentation")
-
-    setting.device.has_passed = failing
+    setting.break_device()
     error = setting.backend.watch(time.monotonic())
     assert isinstance(error, HorovodInternalError)
     assert str(error) == "cpu has failed: CUDA error: device-side assert triggered"
@@ -137,11 +143,7 @@ def test_what_does_not_finish_is_aborted(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_a_device_that_fails_while_hvlike_ends_is_only_told(caplog: pytest.LogCaptureFixture) -> None:
     setting = Setting()
     setting.reduce(torch.ones(3))
-
-    def failing(event: object) -> bool:
-        raise RuntimeError("CUDA error: device-side assert triggered\nSearch for it")
-
-    setting.device.has_passed = failing
+    setting.break_device()
     setting.backend.abort(ShutdownError("hvlike was shut down"))
     assert setting.backend.join(time.monotonic() + 60.0)
     assert "a communicator of NCCL could not be ended: CUDA error: device-side assert triggered" in caplog.text
@@ -192,25 +194,15 @@ def test_two_threads_take_turns_on_a_device() -> None:
 
 
 def test_many_tensors_are_reduced_in_several_groups() -> None:
-    device = LateDevice()
-    nccl = FakeNccl(device, lambda number, rank, size: Alone())
-    link = nccl.join(Alone(), 0, 1)
-    backend = NcclBackend(SoloBackend(), device, device.home(), (0, 1), Communicator(Nccl(nccl), link), 0.0)
+    setting = Setting()
     tensors = [torch.full((2,), float(number)) for number in range(5000)]
-    job = backend.allreduce(tensors, Arithmetic(torch.float32, ReduceOp.SUM, postscale=2.0))
-    assert list(backend.run(job)) == []
-    assert [len(group) for group in link.calls] == [2048, 2048, 904]
-    device.drain(backend.stream)
-    assert all(tensor.tolist() == [2.0 * number] * 2 for number, tensor in enumerate(tensors))
+    setting.reduce(*tensors)
+    assert [len(group) for group in setting.link.calls] == [2048, 2048, 904]
+    setting.device.drain(setting.backend.stream)
+    assert all(tensor.tolist() == [3.0 * number] * 2 for number, tensor in enumerate(tensors))
 
 
-SUM, AVERAGE, MIN, MAX, PRODUCT = (
-    ReduceOp.SUM,
-    ReduceOp.AVERAGE,
-    ReduceOp.MIN,
-    ReduceOp.MAX,
-    ReduceOp.PRODUCT,
-)
+AVERAGE, SUM, _, MIN, MAX, PRODUCT = ReduceOp
 
 
 @pytest.mark.parametrize(
@@ -235,15 +227,8 @@ SUM, AVERAGE, MIN, MAX, PRODUCT = (
     ],
     ids=str,
 )
-def test_recipes(dtype: torch.dtype, op: ReduceOp, factors: dict[str, float], expected: Recipe | None) -> None:
-    arithmetic = Arithmetic(
-        dtype,
-        op,
-        divisor=int(factors.get("divisor", 1)),
-        prescale=factors.get("prescale", 1.0),
-        postscale=factors.get("postscale", 1.0),
-    )
-    assert recipe_of(arithmetic, 4) == expected
+def test_recipes(dtype: torch.dtype, op: ReduceOp, factors: dict[str, Any], expected: Recipe | None) -> None:
+    assert recipe_of(Arithmetic(dtype, op, **factors), 4) == expected
 
 
 def test_a_recipe_sees_the_memory_as_it_is() -> None:
@@ -260,11 +245,6 @@ class Link:
 
     def __init__(self, *arguments: Any) -> None:
         self.arguments = arguments
-        self.failure: Exception | None = None
-
-    def check_async_error(self) -> None:
-        if self.failure is not None:
-            raise self.failure
 
 
 def old_link(size: int, number: tuple[int, ...], rank: int) -> Link:
@@ -295,14 +275,6 @@ def test_numbers_of_communicators_travel_as_bytes() -> None:
 def test_what_a_version_has_not_is_left_out() -> None:
     library = nccl.Nccl(NEW)
     assert (library.ops, library.dtypes) == ({"sum": 0}, {})
-
-
-def test_any_error_of_the_check_is_an_error_of_the_communicator() -> None:
-    link = Link()
-    communicator = nccl.Communicator(nccl.Nccl(NEW), link)
-    assert communicator.error() is None
-    link.failure = KeyError(6)
-    assert communicator.error() is link.failure
 
 
 def test_without_cupy_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
