@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.observe.timelines import write
 
 from hvlike.__main__ import main
 from hvlike.errors import UsageError
@@ -18,8 +19,13 @@ FIRST = {"ph": "M", "name": "first"}
 LAST = {"ph": "i", "name": "last"}
 
 
+def events(path: Path) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = json.loads(path.read_text())["traceEvents"]
+    return found
+
+
 def names(path: Path) -> list[str]:
-    return [event["name"] for event in json.loads(path.read_text())["traceEvents"]]
+    return [event["name"] for event in events(path)]
 
 
 def test_it_is_whole_after_every_write(tmp_path: Path) -> None:
@@ -98,13 +104,16 @@ def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     assert path.read_text() == "kept"
 
 
-def events(path: Path) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = json.loads(path.read_text())["traceEvents"]
-    return found
+def recorder(path: Path | None = None, rank: int = 0, max_bytes: int = 10_000) -> Recorder:
+    """One that records into a file, if there is a path."""
+    made = Recorder(rank, 4, "here", 0)
+    if path is not None:
+        begin(made, path, max_bytes)
+    return made
 
 
-def recorder(rank: int = 0) -> Recorder:
-    return Recorder(rank, 4, "here", 0)
+def begin(off: Recorder, path: Path, max_bytes: int = 10_000) -> None:
+    off.start(str(path), mark_cycles=False, max_bytes=max_bytes)
 
 
 def test_nothing_is_kept_while_it_is_off(tmp_path: Path) -> None:
@@ -114,7 +123,7 @@ def test_nothing_is_kept_while_it_is_off(tmp_path: Path) -> None:
     off.flush()
     off.stop()
     path = tmp_path / "t.json"
-    off.start(str(path), mark_cycles=False, max_bytes=10_000)
+    begin(off, path)
     off.stop()
     off.instant(1, "unseen")
     assert "unseen" not in path.read_text()
@@ -122,8 +131,7 @@ def test_nothing_is_kept_while_it_is_off(tmp_path: Path) -> None:
 
 def test_events_of_all_threads_are_there_and_in_order_in_their_rows(tmp_path: Path) -> None:
     path = tmp_path / "t.json"
-    on = recorder(2)
-    on.start(str(path), mark_cycles=False, max_bytes=10_000_000)
+    on = recorder(path, rank=2, max_bytes=10_000_000)
 
     def work(number: int) -> None:
         row = on.row(f"thread {number}")
@@ -151,9 +159,9 @@ def test_events_of_all_threads_are_there_and_in_order_in_their_rows(tmp_path: Pa
 def test_two_starts_are_refused_and_a_start_after_a_stop_is_not(tmp_path: Path) -> None:
     on = recorder()
     for name in ("a.json", "b.json"):
-        on.start(str(tmp_path / name), mark_cycles=False, max_bytes=10_000)
+        begin(on, tmp_path / name)
         with pytest.raises(UsageError, match=f"rank 0 records a timeline into .*{name} already"):
-            on.start(str(tmp_path / "c.json"), mark_cycles=False, max_bytes=10_000)
+            begin(on, tmp_path / "c.json")
         on.row(name)
         on.stop()
         on.stop()
@@ -164,39 +172,31 @@ def test_two_starts_are_refused_and_a_start_after_a_stop_is_not(tmp_path: Path) 
 def test_a_file_that_cannot_be_begun_leaves_it_off(tmp_path: Path) -> None:
     off = recorder()
     with pytest.raises(UsageError, match="cannot be written"):
-        off.start(str(tmp_path / "no" / "t.json"), mark_cycles=False, max_bytes=10_000)
+        begin(off, tmp_path / "no" / "t.json")
     assert not off.on
-    off.start(str(tmp_path / "t.json"), mark_cycles=False, max_bytes=10_000)
+    begin(off, tmp_path / "t.json")
     off.stop()
 
 
 def test_it_ends_by_itself_at_the_limit(tmp_path: Path) -> None:
     path = tmp_path / "t.json"
-    on = recorder()
-    on.start(str(path), mark_cycles=False, max_bytes=5000)
+    on = recorder(path, max_bytes=5000)
     for _ in range(200):
         on.instant(1, "more")
         on.flush()
     assert not on.on
     assert events(path)[-1]["name"] == "TIMELINE_FULL"
     assert path.stat().st_size < 5200
-    on.start(str(tmp_path / "next.json"), mark_cycles=False, max_bytes=5000)
+    begin(on, tmp_path / "next.json")
     on.stop()
 
 
-def write(folder: Path, rank: int) -> Path:
-    recorder = Recorder(rank, 3, "here", 0)
-    recorder.start(str(folder / "t.json"), mark_cycles=False, max_bytes=100_000)
-    row = recorder.row("a row")
-    recorder.begin(row, "work", {"text": 'quotes " and ]}\n'})
-    recorder.end(row)
-    recorder.stop()
-    return folder / ("t.json" if rank == 0 else f"t.rank{rank}.json")
+WORK = [("a row", "work", 0.0, 1.0, {"text": 'quotes " and ]}\n'})]
 
 
 def test_all_events_are_there_in_the_order_of_the_ranks(tmp_path: Path) -> None:
-    paths = [write(tmp_path, rank) for rank in (2, 0, 1)]
-    merged = merge(paths)
+    paths = write(tmp_path, [WORK] * 3)
+    merged = merge([paths[2], paths[0], paths[1]])
     assert [each["rank"] for each in merged["otherData"]["ranks"]] == [0, 1, 2]
     ranks = [event["pid"] for event in merged["traceEvents"]]
     assert ranks == sorted(ranks)
@@ -204,7 +204,7 @@ def test_all_events_are_there_in_the_order_of_the_ranks(tmp_path: Path) -> None:
 
 
 def test_of_a_cut_file_every_whole_event_is_used(tmp_path: Path) -> None:
-    path = write(tmp_path, 1)
+    path = write(tmp_path, [WORK] * 2)[1]
     whole = path.read_text()
     expected = json.loads(whole)["traceEvents"]
     head = whole.index("\n")
@@ -225,14 +225,8 @@ def test_what_is_no_timeline_of_a_rank_is_refused(text: str, tmp_path: Path) -> 
         read(path)
 
 
-def test_two_files_of_one_rank_are_refused(tmp_path: Path) -> None:
-    path = write(tmp_path, 1)
-    with pytest.raises(UsageError, match=r"rank 1 is in .*: leave one of them out"):
-        merge([path, path])
-
-
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    paths = [str(write(tmp_path, rank)) for rank in range(2)]
+    paths = list(map(str, write(tmp_path, [WORK] * 2)))
     out = str(tmp_path / "all.json")
     assert main(["timeline", "merge", out, *paths]) == 0
     assert "events of 2 ranks" in capsys.readouterr().out
