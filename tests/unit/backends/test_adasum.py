@@ -103,39 +103,33 @@ def test_dot_products_do_not_lose_small_terms() -> None:
     assert dot_products(values, values)[2].item() == pytest.approx(1e8 + 3 * BLOCK_ELEMENTS * 1e-4, rel=1e-9)
 
 
-@given(size=st.integers(1, 9), lengths=st.lists(st.integers(0, 30), max_size=5), seed=st.integers(0, 99))
-def test_equal_vectors_give_the_same_vector(size: int, lengths: list[int], seed: int) -> None:
-    tensors = random_tensors(lengths, seed, torch.float32)
-    for result, tensor in zip(reduce_over([tensors] * size), tensors, strict=True):
-        torch.testing.assert_close(result, tensor)
+@pytest.mark.parametrize("size", SIZES)
+def test_equal_vectors_give_the_same_vector_and_orthogonal_ones_their_sum(size: int) -> None:
+    (vector,) = random_tensors([30], size, torch.float32)
+    (same,) = reduce_over([[vector]] * size)
+    torch.testing.assert_close(same, vector)
+    axes = [[axis] for axis in torch.eye(size, dtype=torch.float64) * torch.arange(1.0, size + 1)]
+    (total,) = reduce_over(axes)
+    assert total.tolist() == [*range(1, size + 1)]
 
 
-@given(size=st.integers(1, 9), length=st.integers(1, 4))
-def test_orthogonal_vectors_give_their_sum(size: int, length: int) -> None:
-    inputs = [torch.zeros(size * length, dtype=torch.float64) for _ in range(size)]
-    for rank, vector in enumerate(inputs):
-        vector[rank * length : (rank + 1) * length] = rank + 1.0
-    (result,) = reduce_over([[vector] for vector in inputs])
-    assert torch.equal(result, sum(inputs))
+@pytest.mark.parametrize("size", SIZES)
+def test_beside_zero_vectors_the_other_one_stays_as_it_is(size: int) -> None:
+    (vector,) = random_tensors([11], size, torch.float32)
+    for place in range(size):
+        inputs = [[vector if rank == place else torch.zeros(11)] for rank in range(size)]
+        (result,) = reduce_over(inputs)
+        assert torch.equal(result, vector)
 
 
-@given(size=st.integers(1, 8), place=st.integers(0, 8), seed=st.integers(0, 99))
-def test_a_pair_with_a_zero_vector_gives_the_other(size: int, place: int, seed: int) -> None:
-    vector = torch.randn(11, generator=torch.Generator().manual_seed(seed))
-    inputs = [torch.zeros(11) for _ in range(size)]
-    inputs[place % size] = vector
-    (result,) = reduce_over([[each] for each in inputs])
-    assert torch.equal(result, vector)
-
-
-@given(size=st.integers(1, 9), scale=st.sampled_from([1e-3, 0.5, 7.0, -2.0]))
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+@pytest.mark.parametrize("scale", [1e-3, 7.0, -2.0])
 def test_scaling_all_vectors_scales_the_result(size: int, scale: float) -> None:
     inputs = [random_tensors([13], rank) for rank in range(size)]
     (plain,) = reduce_over(inputs)
-    (before,) = reduce_over(inputs, prescale=scale)
-    (after,) = reduce_over(inputs, postscale=scale)
-    torch.testing.assert_close(before, plain * scale)
-    torch.testing.assert_close(after, plain * scale)
+    for factors in ({"prescale": scale}, {"postscale": scale}):
+        (scaled,) = reduce_over(inputs, **factors)
+        torch.testing.assert_close(scaled, plain * scale)
 
 
 def test_16_bit_vectors_whose_squares_would_overflow() -> None:

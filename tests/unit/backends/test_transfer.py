@@ -51,7 +51,7 @@ def far(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool
     return request.param == "through the slots"
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("ranks", [2, 3, 5])
 def test_what_an_owner_has_all_have(ranks: int, seed: int, far: bool) -> None:
     syncs, draw = [WorkSync(region) for region in regions(ranks, CHUNK)], random.Random(seed)
@@ -80,7 +80,7 @@ def test_what_an_owner_has_all_have(ranks: int, seed: int, far: bool) -> None:
         assert all(torch.equal(one, value) for mine in each for one, value in zip(mine, expected, strict=True))
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("ranks", [2, 3, 5])
 def test_everybody_has_what_was_sent_to_it(ranks: int, seed: int, far: bool) -> None:
     syncs, draw = [WorkSync(region) for region in regions(ranks, CHUNK)], random.Random(seed)

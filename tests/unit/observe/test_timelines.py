@@ -35,35 +35,19 @@ def test_the_parts_of_a_step(tmp_path: Path) -> None:
     assert training.last_to_come == {1: 1}
 
 
-def test_parts_add_up_to_the_step_and_means_to_the_mean(tmp_path: Path) -> None:
-    phases = [[wait(step, 10 * step + rank, 10 * step + 4) for step in range(6)] for rank in range(3)]
-    (training,) = trainings(traces(tmp_path, *phases))
-    for each in training.ranks:
-        assert len(each.steps) == 5
-        for parts in [*each.steps.values(), each.mean]:
-            assert parts.compute + parts.others + parts.reduction == pytest.approx(parts.step)
-        assert each.mean == pytest.approx(Parts(10, 6 + each.rank, 2 - each.rank, 2, 0))
-    assert training.last_to_come == {2: 5}
-
-
-def test_waits_of_other_rows_are_no_compute(tmp_path: Path) -> None:
+def test_waits_of_other_rows_are_no_compute_and_one_rank_alone_waits_for_nobody(tmp_path: Path) -> None:
     # ZeRO, say, waits for gradients and then for parameters.
     phases = [wait(0, 0, 1), wait(1, 10, 14), wait(1, 6, 8, row="step of two")]
     found = trainings(traces(tmp_path, phases))
     assert [each.name for each in found] == ["one"]  # of the other one wait is no step
     assert found[0].ranks[0].steps[0, 1] == pytest.approx(Parts(13, 7, 0, 6, 0))
+    assert not found[0].last_to_come
 
 
 def test_numbers_that_begin_anew_are_other_steps(tmp_path: Path) -> None:
     phases = [wait(step, at, at + 1) for at, step in ((0, 0), (10, 1), (20, 0), (30, 1))]
     (training,) = trainings(traces(tmp_path, phases))
     assert sorted(training.ranks[0].steps) == [(0, 1), (1, 0), (1, 1)]
-
-
-def test_one_rank_alone_waits_for_nobody_that_is_known(tmp_path: Path) -> None:
-    (training,) = trainings(traces(tmp_path, [wait(0, 0, 1), wait(1, 5, 9)]))
-    assert training.ranks[0].steps[0, 1] == pytest.approx(Parts(8, 4, 0, 4, 0))
-    assert not training.last_to_come
 
 
 def test_steps_of_two_process_sets_are_two_trainings(tmp_path: Path) -> None:
@@ -146,13 +130,6 @@ def test_of_another_job_nothing_is_taken_and_who_is_missing_is_said(
     told = capsys.readouterr()
     assert "host1" not in told.out
     assert "Missing, of 3 ranks: the timelines of 1, 2." in told.err
-
-
-def test_a_cut_file_counts_as_far_as_it_goes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = write(tmp_path, [FIRST])[0]
-    whole = path.read_text()
-    path.write_text(whole[: whole.rindex('"step": 2')])
-    assert "1 steps of one" in said([str(path)], capsys)
 
 
 def test_nothing_to_tell(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

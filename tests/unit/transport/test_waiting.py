@@ -36,13 +36,6 @@ def checks_of(wait: Spin, *, seconds_each: float = MOMENT, unnotified: bool = Fa
     return most
 
 
-def test_an_interrupted_check_is_the_last_one() -> None:
-    """Another thread wants the interpreter, or the core."""
-    wait = begun(serves=True, crowded=False, unnotified=False)
-    assert wait.goes_on(MOMENT, unnotified=False)
-    assert not wait.goes_on(MOMENT + 2 * spin.INTERRUPTION_SECONDS, unnotified=False)
-
-
 SLOW = 2 * spin.INTERRUPTION_SECONDS
 UNNOTIFIED = pytest.approx(spin.UNNOTIFIED_SECONDS / SLOW, abs=1.5)
 
@@ -53,6 +46,7 @@ UNNOTIFIED = pytest.approx(spin.UNNOTIFIED_SECONDS / SLOW, abs=1.5)
         pytest.param(False, False, False, MOMENT, CHECKS, id="a few"),
         pytest.param(False, False, False, spin.UNSHARED_SECONDS, pytest.approx(1, abs=1), id="slow ones end by time"),
         pytest.param(True, False, False, MOMENT, pytest.approx(spin.RPC_SECONDS / MOMENT, rel=0.01), id="RPC by time"),
+        pytest.param(True, False, False, SLOW, 0, id="none after an interruption: others want the interpreter or core"),
         # They may take any time: the other rank runs in between.
         pytest.param(False, True, False, 1.0, CHECKS, id="without a core of its own, counted"),
         pytest.param(True, True, False, 1.0, CHECKS * spin.RPC_CHECKS_FACTOR, id="the same with RPC"),
