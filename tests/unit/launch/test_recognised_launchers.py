@@ -142,6 +142,9 @@ def test_two_ranks_of_one_machine_differ_and_children_of_one_do_not() -> None:
         assert rank_of(environment) == rank_of(environment | {"LOCAL_RANK": "0"}) != ()
         other = environment | {name: "3" for name in environment if name.endswith(("RANK", "RANKID", "PROCID"))}
         assert rank_of(environment) != rank_of(other)
+    # Nor does one of another job, or a rank of mpirun and the batch step around it.
+    assert len({rank_of(each) for each in (MPIRUN, MPIRUN | {"PMIX_NAMESPACE": "2"}, STEP, STEP | MPIRUN)}) == 3
+    assert rank_of({"PMI_RANK": "1"}) != rank_of({}) == ()
 
 
 def test_a_job_inside_a_rank_does_not_inherit_its_place() -> None:

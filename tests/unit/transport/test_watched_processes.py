@@ -181,7 +181,6 @@ def test_a_process_with_its_launcher_is_no_orphan() -> None:
 
 
 RANK = {"OMPI_COMM_WORLD_RANK": "3", "PMIX_RANK": "3", "PMIX_NAMESPACE": "job@1"}
-STEP = {"SLURM_PROCID": "0", "SLURM_STEP_ID": "1", "SLURM_JOB_ID": "7"}
 
 
 def test_the_chain_ends_at_the_first_parent_that_is_not_of_this_rank() -> None:
@@ -203,29 +202,8 @@ def test_the_chain_ends_at_the_first_parent_that_is_not_of_this_rank() -> None:
     assert not watch.is_orphan()
     processes[9] = parents.ParentProcess("uv", 1)  # mpirun is gone
     assert watch.is_orphan()
-
-
-@pytest.mark.parametrize(
-    ("own", "parent", "length"),
-    [
-        (RANK, RANK, 2),
-        (RANK, RANK | {"PMIX_RANK": "2", "OMPI_COMM_WORLD_RANK": "2"}, 1),
-        (RANK, RANK | {"PMIX_NAMESPACE": "job@2"}, 1),
-        (RANK | STEP, STEP, 1),  # mpirun in a batch step
-        (STEP, STEP, 2),
-        ({"PMI_RANK": "1"}, {"PMI_RANK": "1"}, 2),
-        ({"PMI_RANK": "1"}, {}, 1),
-        ({}, {}, 1),
-    ],
-)
-def test_what_belongs_to_a_rank_is_told_by_the_launchers_variables(
-    own: dict[str, str], parent: dict[str, str], length: int
-) -> None:
-    environments: dict[int | str, dict[str, str]] = {"self": own, 10: parent, 9: {}}
-    watch = parents.LauncherWatch(
-        lambda: 10, lambda _: parents.ParentProcess("any", 9), lambda process: environments[process]
-    )
-    assert len(watch.chain) == length
+    # Without a launcher the next parent is watched.
+    assert parents.LauncherWatch(lambda: 10, processes.get, lambda process: {}).chain == (10,)
 
 
 def test_names_with_blanks_and_parentheses_are_read() -> None:
