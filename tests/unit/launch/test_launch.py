@@ -1,6 +1,11 @@
-"""python -m hvlike launch: what it makes of each ending of a job, with programs of the shell in place of MPI jobs."""
+"""python -m hvlike launch: what it makes of each ending of a job, with programs of the shell in place of MPI jobs.
+
+Batch scripts of examples/launch ask for the ranks that the batch system gives, and start doctor and program. Launchers
+are programs that note how they are called; those of tests/jobs/launch/test_launch_scripts.py start ranks.
+"""
 
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -10,6 +15,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from support.job import CHECKOUT
+from support.loops import until
 
 from hvlike.launch import attempt, command
 from hvlike.launch.attempt import with_variables
@@ -88,7 +95,7 @@ def test_ranks_that_outlive_their_launcher_are_ended(tmp_path: Path) -> None:
 def test_a_signal_asks_the_job_to_end(number: signal.Signals, tmp_path: Path) -> None:
     script = 'touch ready; while [ ! -e "$HVLIKE_LAUNCH_RECORD.ask" ]; do sleep 0.05; done'
     launched = Launched(tmp_path, script)
-    wait_for(tmp_path / "ready")
+    assert until((tmp_path / "ready").exists)
     os.kill(launched.pid, number)
     status, errors = launched.end()
     assert status == 75, errors
@@ -98,10 +105,13 @@ def test_a_signal_asks_the_job_to_end(number: signal.Signals, tmp_path: Path) ->
 def test_signals_are_answered_from_the_start_as_torch_is_not_imported() -> None:
     program = [sys.executable, "-X", "importtime", "-m", "hvlike", "launch", "--grace", "0.1", "--", "sleep", "300"]
     with subprocess.Popen(program, stderr=subprocess.PIPE, text=True) as launched:
-        caught, end = 0, time.monotonic() + 20
-        while not caught >> (signal.SIGUSR1 - 1) & 1:
-            assert time.monotonic() < end
-            caught = int(Path(f"/proc/{launched.pid}/status").read_text().partition("SigCgt:")[2].split()[0], 16)
+        status = Path(f"/proc/{launched.pid}/status")
+
+        def answers() -> bool:
+            caught = int(status.read_text().partition("SigCgt:")[2].split()[0], 16)
+            return bool(caught >> (signal.SIGUSR1 - 1) & 1)
+
+        assert until(answers)
         launched.send_signal(signal.SIGUSR1)
         _, errors = launched.communicate(timeout=60)
     assert launched.returncode == 75, errors
@@ -113,7 +123,7 @@ def test_signals_are_answered_from_the_start_as_torch_is_not_imported() -> None:
 @pytest.mark.parametrize("grace", ["100", "0.1"])
 def test_a_job_that_does_not_end_is_ended(grace: str, tmp_path: Path) -> None:
     launched = Launched(tmp_path, "touch ready; sleep 300", "--grace", grace)
-    wait_for(tmp_path / "ready")
+    assert until((tmp_path / "ready").exists)
     os.kill(launched.pid, signal.SIGTERM)
     if grace == "100":
         time.sleep(0.3)
@@ -125,35 +135,23 @@ def test_a_job_that_does_not_end_is_ended(grace: str, tmp_path: Path) -> None:
 
 def test_the_job_does_not_outlive_launch(tmp_path: Path) -> None:
     launched = Launched(tmp_path, "echo $$ >job; touch ready; exec sleep 300")
-    wait_for(tmp_path / "ready")
+    assert until((tmp_path / "ready").exists)
     os.kill(launched.pid, signal.SIGKILL)
     assert launched.end()[0] == -signal.SIGKILL
-    stat, end = Path("/proc", (tmp_path / "job").read_text().strip(), "stat"), time.monotonic() + 20
+    stat = Path("/proc", (tmp_path / "job").read_text().strip(), "stat")
     # Nobody may take its status.
-    while stat.exists() and ") Z" not in stat.read_text():
-        assert time.monotonic() < end
-        time.sleep(0.05)
-    while sorted(path.name for path in tmp_path.iterdir()) != ["job", "ready"]:
-        assert time.monotonic() < end, list(tmp_path.iterdir())
-        time.sleep(0.05)
+    assert until(lambda: not stat.exists() or ") Z" in stat.read_text())
+    assert until(lambda: sorted(path.name for path in tmp_path.iterdir()) == ["job", "ready"]), list(tmp_path.iterdir())
 
 
 def test_a_supervisor_that_is_killed_takes_the_job_along(tmp_path: Path) -> None:
     script = f"{COUNT}; echo $PPID >supervisor-$n; if [ $n = 2 ]; then {FINISH}; exit; fi; touch ready; exec sleep 300"
     launched = Launched(tmp_path, script)
-    wait_for(tmp_path / "ready")
+    assert until((tmp_path / "ready").exists)
     os.kill(int((tmp_path / "supervisor-1").read_text()), signal.SIGKILL)
     status, errors = launched.end()
     assert status == 0
     assert "its launcher was ended by SIGKILL" in errors
-
-
-def wait_for(path: Path) -> None:
-    """Wait until a file is there."""
-    end = time.monotonic() + 30
-    while not path.exists():
-        assert time.monotonic() < end
-        time.sleep(0.02)
 
 
 def test_wrong_commands_are_named(capfd: pytest.CaptureFixture[str]) -> None:
@@ -230,3 +228,106 @@ def test_the_first_word_of_a_record_stays(tmp_path: Path) -> None:
     assert (record.read(), record.is_asked()) == (PREEMPTED, True)
     record.remove()
     assert list(tmp_path.iterdir()) == []
+
+
+FOLDER = CHECKOUT / "examples" / "launch"
+MANIFEST = FOLDER / "kubernetes_mpijob.yaml"
+RESTARTS = "slurm_restarts.sbatch"
+OPEN_MPI, HYDRA = "mpirun (Open MPI) 5.0.11", "HYDRA build details:"
+LAUNCHER = """#!/bin/sh
+if [ "$1" = --version ]; then echo "$ANSWER"; exit; fi
+if [ "$1" = resource ]; then echo 2; exit; fi
+echo "$(basename "$0") $*" >>"$NOTES"
+"""
+
+SLURM = {"SLURM_NTASKS": "8", "SLURM_CPUS_PER_TASK": "8"}
+CASES = {
+    ("slurm_srun.sbatch", ""): "srun --mpi=pmix --cpus-per-task=8 --cpu-bind=cores --kill-on-bad-exit=1",
+    ("slurm_cray.sbatch", ""): "srun --mpi=cray_shasta --cpus-per-task=8 --cpu-bind=cores --gpus-per-task=1 "
+    "--gpu-bind=closest --kill-on-bad-exit=1",
+    ("flux_run.sh", ""): "flux run -n 8 -c 8 -o pmi=pmix -o cpu-affinity=per-task -o gpu-affinity=per-task",
+    ("slurm_mpirun.sbatch", OPEN_MPI): "mpirun -n 8 --bind-to none -x OMP_NUM_THREADS -x PATH",
+    ("slurm_mpirun.sbatch", HYDRA): "mpirun -n 8",
+    ("pbs_mpirun.pbs", OPEN_MPI): "mpirun -n 8 --hostfile {nodes} --bind-to none -x OMP_NUM_THREADS -x PATH",
+    ("pbs_mpirun.pbs", HYDRA): "mpirun -n 8 -f {nodes}",
+    ("pbs_pals.pbs", ""): "mpiexec -n 8 --ppn 4 --depth 8 --cpu-bind depth",
+    ("pbs_aurora.pbs", ""): "mpiexec --pmi=pmix -n 24 --ppn 12 --cpu-bind "
+    "list:1-8:9-16:17-24:25-32:33-40:41-48:53-60:61-68:69-76:77-84:85-92:93-100",
+    (
+        "lsf_jsrun.lsf",
+        "",
+    ): "jsrun --nrs 8 --tasks_per_rs 1 --cpu_per_rs 7 --gpu_per_rs 1 --rs_per_host 4 --bind packed:7",
+    ("lsf_mpirun.lsf", OPEN_MPI): "mpirun -n 8 --hostfile {nodes} --bind-to none -x OMP_NUM_THREADS -x PATH",
+    ("lsf_mpirun.lsf", HYDRA): "mpirun -n 8 -f {nodes}",
+}
+RUN_BY_HVLIKE = ("slurm_cray.sbatch", "pbs_aurora.pbs")
+
+
+@pytest.mark.parametrize(("script", "answer"), CASES)
+def test_a_script_starts_as_many_ranks_as_it_was_given(script: str, answer: str, tmp_path: Path) -> None:
+    for name in ("mpirun", "mpiexec", "srun", "jsrun", "flux"):
+        (tmp_path / name).write_text(LAUNCHER)
+        (tmp_path / name).chmod(0o755)
+    nodes, notes = tmp_path / "nodes", tmp_path / "notes"
+    nodes.write_text("a\n" * 4 + "b\n" * 4)
+    environment = SLURM | {
+        "ANSWER": answer,
+        "NOTES": str(notes),
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "PBS_NODEFILE": str(nodes),
+        "PBS_O_WORKDIR": str(CHECKOUT),
+        "LSB_DJOB_HOSTFILE": str(nodes),
+    }
+    done = subprocess.run(
+        ["bash", str(FOLDER / script)], env=environment, cwd=CHECKOUT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    start = CASES[script, answer].format(nodes=nodes)
+    doctor, program = notes.read_text().splitlines()
+    assert doctor == f"{start} python -m hvlike doctor"
+    # Cray MPICH, and that of Aurora, have to start before torch.
+    run = "-m hvlike run " if script in RUN_BY_HVLIKE else ""
+    assert program == f"{start} python {run}examples/digits.py"
+    assert (CHECKOUT / shlex.split(program)[-1]).exists()
+
+
+def test_every_script_is_named_in_the_page() -> None:
+    page = (CHECKOUT / "docs" / "launching.md").read_text()
+    assert [path.name for path in FOLDER.iterdir() if path.name not in page] == []
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_a_job_is_put_into_the_queue_again_when_it_was_asked_to_end(asked: bool, tmp_path: Path) -> None:
+    notes = tmp_path / "notes"
+    programs = {
+        "mpirun": 'if [ "$1" = --version ]; then echo "mpirun (Open MPI) 5.0.11"; exit; fi\n'
+        'echo "mpirun $*" >>"$NOTES"; [ "$ASKED" = 0 ] && printf finished >"$HVLIKE_LAUNCH_RECORD" && exit\n'
+        'while [ ! -e "$HVLIKE_LAUNCH_RECORD.ask" ]; do sleep 0.05; done',
+        "scontrol": 'echo "scontrol $*" >>"$NOTES"',
+        "python": f'exec {sys.executable} "$@"',
+    }
+    for name, text in programs.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    environment = {**os.environ, **SLURM, "SLURM_JOB_ID": "17", "NOTES": str(notes), "ASKED": str(int(asked))}
+    environment |= {"PATH": f"{tmp_path}:{os.environ['PATH']}", "CHECKPOINT_DIR": str(tmp_path / "commits")}
+    with subprocess.Popen(["bash", str(FOLDER / RESTARTS), "train.py"], env=environment, cwd=CHECKOUT) as script:
+        if asked:
+            assert until(notes.exists)
+            script.send_signal(signal.SIGUSR1)
+        status = script.wait(60)
+    first, *rest = notes.read_text().splitlines()
+    names = "-x HVLIKE_LAUNCH_RECORD -x HVLIKE_CHECKPOINT_DIR"
+    assert first == f"mpirun {names} -n 8 --bind-to none -x OMP_NUM_THREADS -x PATH python train.py"
+    assert (status, rest) == ((75, ["scontrol requeue 17"]) if asked else (0, []))
+
+
+def test_the_manifest_starts_as_many_ranks_as_its_workers_have_slots() -> None:
+    yaml = pytest.importorskip("yaml")
+    spec = yaml.safe_load(MANIFEST.read_text())["spec"]
+    launcher, worker = (spec["mpiReplicaSpecs"][name] for name in ("Launcher", "Worker"))
+    container = launcher["template"]["spec"]["containers"][0]
+    words = container["command"] + container["args"]
+    assert int(words[words.index("-n") + 1]) == spec["slotsPerWorker"] * worker["replicas"]
+    assert float(words[words.index("--grace") + 1]) < launcher["template"]["spec"]["terminationGracePeriodSeconds"]
+    assert launcher["restartPolicy"] == "OnFailure"

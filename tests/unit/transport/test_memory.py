@@ -151,6 +151,9 @@ def test_numbers_count_within_each_group() -> None:
 @pytest.mark.parametrize(("error", "fine"), [(None, True), (errno.EINVAL, True), (errno.ENOMEM, False)])
 def test_pages_that_the_system_refuses(monkeypatch: pytest.MonkeyPatch, error: int | None, fine: bool) -> None:
     ranges: list[tuple[int, int]] = []
+    made = allocation()
+    assert made.populate()
+    assert not made.copy(5).any()
 
     def advise(self: Segment, advice: int, start: int, length: int) -> None:
         ranges.append((start, length))
@@ -158,14 +161,8 @@ def test_pages_that_the_system_refuses(monkeypatch: pytest.MonkeyPatch, error: i
             raise OSError(error, "refused")
 
     monkeypatch.setattr(Segment, "advise", advise)
-    assert allocation().populate() is fine
+    assert made.populate() is fine
     assert ranges == [(spread(BYTES), spread(BYTES))]
-
-
-def test_pages_are_there_after_populating() -> None:
-    made = allocation()
-    assert made.populate()
-    assert not made.copy(5).any()
 
 
 def write(root: Path, files: dict[str, str]) -> Path:

@@ -1,4 +1,4 @@
-"""CUDA tensors without a GPU: which backend serves them, what NCCL is told to do, and errors, which are raised to all."""
+"""CUDA tensors without a GPU: which backend serves them, what NCCL is told to do, and errors, which all are raised."""
 
 import ctypes
 import sys
