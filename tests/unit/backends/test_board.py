@@ -72,7 +72,7 @@ def test_an_interrupt_in_the_middle_leaves_an_offer_or_a_pass() -> None:
     @contextlib.contextmanager
     def interrupting() -> Any:
         raise KeyboardInterrupt
-        yield
+        yield  # Of a generator
 
     first, second = boards(2)
     memory = [first.mine, second.mine]
