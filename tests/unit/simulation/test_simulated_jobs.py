@@ -10,7 +10,7 @@ import torch.distributed.distributed_c10d as c10d
 from support.simulation.machine import scheduler
 from support.simulation.machine.job import simulate
 from support.simulation.machine.simulated_mpi import SimulatedMpi
-from support.simulation.machine.simulated_thread import Stuck
+from support.simulation.machine.simulated_thread import JobEnded, Stuck
 from support.simulation.scale import measure
 
 from hvlike.system.system import system
@@ -36,15 +36,21 @@ def test_a_job_that_never_ends_is_told_with_what_each_rank_waits_for() -> None:
 
 def test_a_thread_that_waits_for_what_is_not_simulated_is_told_with_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scheduler, "STUCK_SECONDS", 0.2)
-    never = threading.Event()
+    outside = threading.Event()
 
     def waits_outside(hvd: Any, rank: int) -> None:
-        hvd.init()
         if rank == 1:
-            never.wait()
+            outside.wait()
+            raise JobEnded
 
+    before = threading.enumerate()
     with pytest.raises(Stuck, match=r"^rank 1 main keeps the turn at point \d+: .*waits_outside"):
         simulate(waits_outside, [[0, 1]], 1)
+    outside.set()
+    for left in set(threading.enumerate()).difference(before):
+        # Not the simulated join.
+        threading.Thread.join(left, 20)
+        assert not threading.Thread.is_alive(left)
 
 
 def staged_sum(hvd: Any, rank: int) -> float:

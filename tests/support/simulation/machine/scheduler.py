@@ -136,6 +136,7 @@ class Scheduler:
         points = -1
         while not self._over.wait(STUCK_SECONDS):
             if points == self.points and self.current is not None:
+                self.on_rank = bool  # What belongs to ranks is put back before it goes on
                 places = " < ".join(reversed(self.current.frames())) or "its thread of the system has ended"
                 raise Stuck(f"{self.current} keeps the turn at point {points}: {places}")
             points = self.points
