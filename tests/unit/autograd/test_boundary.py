@@ -81,19 +81,23 @@ OPERATIONS: dict[str, Operation] = {
 }
 
 
+def check_gradients(operation: Operation) -> None:
+    """They are those of ordinary autograd, and the operation was a boundary."""
+    world, p, q = LocalWorld(), rectangle().requires_grad_(), rectangle().requires_grad_()
+    world.backward([forward(world, p, q, operation)])
+    assert "selective" in [segment.kind for segment in world.passes[0].segments]
+    twins = [leaf.detach().clone().requires_grad_() for leaf in (p, q)]
+    torch.autograd.backward(forward(OneProcess(), twins[0], twins[1], operation))
+    for worker, leaf, twin in ((1, p, twins[0]), (0, q, twins[1])):
+        # None for a leaf that gets no gradient.
+        torch.testing.assert_close(world.workers[worker].gradients.get(leaf), twin.grad)
+
+
 @pytest.mark.parametrize("swapped", [False, True])
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_gradients_of_a_boundary(name: str, swapped: bool) -> None:
     operation = OPERATIONS[name]
-    chosen: Operation = (lambda left, right: operation(right, left)) if swapped else operation
-    world, p, q = LocalWorld(), rectangle().requires_grad_(), rectangle().requires_grad_()
-    world.backward([forward(world, p, q, chosen)])
-    assert "selective" in [segment.kind for segment in world.passes[0].segments]
-    twins = [leaf.detach().clone().requires_grad_() for leaf in (p, q)]
-    torch.autograd.backward(forward(OneProcess(), twins[0], twins[1], chosen))
-    for worker, leaf, twin in ((1, p, twins[0]), (0, q, twins[1])):
-        # None for a leaf that gets no gradient.
-        torch.testing.assert_close(world.workers[worker].gradients.get(leaf), twin.grad)
+    check_gradients((lambda left, right: operation(right, left)) if swapped else operation)
 
 
 def test_gradients_have_the_dtype_of_their_place() -> None:
@@ -155,17 +159,11 @@ def test_hooks_see_gradients_of_the_shape_of_their_place() -> None:
         node.register_hook(lambda inner, outer: tuple(gradient.square() for gradient in inner))
         return outcome
 
-    world, p, q = LocalWorld(), rectangle().requires_grad_(), rectangle().requires_grad_()
-    world.backward([forward(world, p, q, broadcast)])
-    twins = [leaf.detach().clone().requires_grad_() for leaf in (p, q)]
-    torch.autograd.backward(forward(OneProcess(), twins[0], twins[1], broadcast))
-    torch.testing.assert_close(world.workers[1].gradients[p], twins[0].grad)
-    torch.testing.assert_close(world.workers[0].gradients[q], twins[1].grad)
+    check_gradients(broadcast)
 
 
 def test_one_blocked_child_leads_to_the_other() -> None:
     """Both are needed by what runs: captured together, the engine would run the one that leads to the other."""
-    world, p, q = LocalWorld(), rectangle().requires_grad_(), rectangle().requires_grad_()
     runs: list[Tensor] = []
 
     def residual(left: Tensor, right: Tensor) -> Tensor:
@@ -174,13 +172,9 @@ def test_one_blocked_child_leads_to_the_other() -> None:
         watch(runs.append)
         return left * (right + block) * block
 
-    world.backward([forward(world, p, q, residual)])
-    twins = [leaf.detach().clone().requires_grad_() for leaf in (p, q)]
-    torch.autograd.backward(forward(OneProcess(), twins[0], twins[1], residual))
-    expected, runs = runs[1:], runs[:1]
-    assert len(runs) == len(expected) == 1
-    torch.testing.assert_close(runs, expected)
-    torch.testing.assert_close(world.workers[0].gradients[q], twins[1].grad)
+    check_gradients(residual)
+    assert len(runs) == 2
+    torch.testing.assert_close(runs[0], runs[1])
 
 
 def test_nothing_stays_on_the_node() -> None:

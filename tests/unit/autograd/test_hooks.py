@@ -1,4 +1,7 @@
-"""Hooks of leaves, and of tensors that came in a message, and of their nodes: each once, with the complete gradient."""
+"""Hooks of the nodes of leaves, and of those of tensors that came in a message: each once, with the complete gradient.
+
+Hooks of tensors, and gradients that they retain, are in the random programs of test_boundary.py.
+"""
 
 from __future__ import annotations
 
@@ -27,20 +30,6 @@ def used_early_and_late(world: LocalWorld, leaf: Tensor) -> Tensor:
     sent = leaf * 3
     back = world.carry_one(world.carry_one(sent, 0, 1) * 1, 1, 0)
     return (back + leaf * 7).sum()
-
-
-def test_a_hook_of_the_leaf_sees_the_sum_once_and_changes_it() -> None:
-    world, leaf, seen = LocalWorld(), leaf_of(1.0), []
-    watch: Any = leaf.register_hook
-
-    def square(gradient: Tensor) -> Tensor:
-        seen.append(gradient.tolist())
-        return gradient.square()
-
-    watch(square)
-    world.backward([used_early_and_late(world, leaf)])
-    assert seen == [[10.0] * 2]
-    assert world.workers[0].gradients[leaf].tolist() == [100.0] * 2
 
 
 def test_hooks_of_its_node_run_once_around_the_accumulation() -> None:
@@ -169,33 +158,6 @@ def sent_and_come(world: LocalWorld) -> tuple[Tensor, Any]:
     return leaf, world.carry_one(leaf * 1, 1, 0)
 
 
-def gradient(world: LocalWorld, leaf: Tensor) -> list[float]:
-    found: list[float] = world.workers[1].gradients[leaf].tolist()
-    return found
-
-
-def test_a_hook_of_the_tensor_sees_the_sum_once_and_changes_it() -> None:
-    world, seen = LocalWorld(), []
-    leaf, came = sent_and_come(world)
-
-    def double(incoming: Tensor) -> Tensor:
-        seen.append(incoming.tolist())
-        return incoming * 2
-
-    came.register_hook(double)
-    world.backward([(came * 3 + came).sum()])
-    assert seen == [[4.0, 4.0]]
-    assert gradient(world, leaf) == [8.0, 8.0]
-
-
-def test_the_tensor_retains_its_gradient() -> None:
-    world = LocalWorld()
-    leaf, came = sent_and_come(world)
-    came.retain_grad()
-    world.backward([(came * 3).sum()])
-    assert came.grad.tolist() == gradient(world, leaf) == [3.0, 3.0]
-
-
 def test_hooks_of_its_node_run_once_each_and_change_the_gradient() -> None:
     world, seen = LocalWorld(), []
     leaf, came = sent_and_come(world)
@@ -211,7 +173,7 @@ def test_hooks_of_its_node_run_once_each_and_change_the_gradient() -> None:
     came.grad_fn.register_prehook(before)
     world.backward([(came * 3).sum()])
     assert seen == [("before", [3.0, 3.0]), ("after", [4.0, 4.0])]
-    assert gradient(world, leaf) == [4.0, 4.0]
+    assert world.workers[1].gradients[leaf].tolist() == [4.0, 4.0]
 
 
 def test_the_graph_ends_there() -> None:

@@ -1,17 +1,22 @@
-"""The local part of a backward: what it emits when, what it runs in one go, what it frees, what an error leaves."""
+"""The local part of a backward: what it emits when, what it runs in one go, what it frees, what an error leaves.
+
+While a worker waits it looks through its graph: what the next backward does is the same with and without it.
+"""
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
-from support.autograd.local_world import Listener, LocalWorld, OneProcess
+from support.autograd.local_world import Listener, LocalWorld
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
+from hvlike.autograd.context import DistributedContext, new_send
 from hvlike.autograd.engine import SegmentRecord
 from hvlike.autograd.local_backward import LocalBackward
 
@@ -248,16 +253,72 @@ def test_segments_tell_what_ran() -> None:
     assert isinstance(first, SegmentRecord)
 
 
-@pytest.mark.parametrize("depth", [1, 2, 8])
-def test_a_chain_of_diamonds_takes_one_message_for_each_recv(depth: int) -> None:
-    world, alone = LocalWorld(3, depth), OneProcess(3)
-    results = []
-    for where in (world, alone):
-        leaf = leaf_of(1.1)
-        value = leaf * 1
-        for _ in range(depth):
-            left, right = where.carry_one(value, 0, 1).sin(), where.carry_one(value, 0, 2).cos()
-            value = where.carry_one(left, 1, 0) + where.carry_one(right, 2, 0)
-        where.backward([value.sum()])
-        results.append(leaf.grad if where is alone else where.workers[0].gradients[leaf])
-    torch.testing.assert_close(results[0], results[1])
+def send(context: DistributedContext, message: int, tensor: Tensor) -> None:
+    context.record_send(new_send(message, 1, "test", [tensor]))
+
+
+def backward(context: DistributedContext, answers: dict[int, float]) -> None:
+    """One that was begun elsewhere: all sends are answered, those that are not here are not waited for."""
+    with context.lock:
+        local = LocalBackward(context, [], lambda *_: None, listener=Listener())
+        for message in local.engage(None):
+            local.resolve(message, [torch.full((2,), answers[message], dtype=F64)])
+            local.step()
+    assert local.finished
+
+
+def test_after_a_scan_ahead_the_next_backward_has_all_sends() -> None:
+    context, leaf = DistributedContext(1), leaf_of(2.0)
+    # Additions keep nothing that the first backward would free.
+    shared = leaf + 1
+    send(context, 1, shared + 0)
+    context.scan_ahead()
+    backward(context, {1: 1.0})
+    send(context, 2, shared + 1)
+    context.scan_ahead()
+    backward(context, {1: 10.0, 2: 100.0})
+    assert context.gradients[leaf].tolist() == [111.0, 111.0]
+
+
+def test_what_was_withdrawn_after_a_scan_ahead_is_not_waited_for() -> None:
+    context, leaf = DistributedContext(1), leaf_of(2.0)
+    (came,) = context.record_recv(1, 1, [leaf_of(1.0)])
+    below = came * leaf
+    send(context, 2, below * 1)
+    send(context, 3, below * 5)
+    context.scan_ahead()
+    context.withdraw(3)
+    send(context, 4, leaf * 7)
+    context.scan_ahead()
+    emitted: list[int] = []
+    with context.lock:
+        local = LocalBackward(context, [], lambda recv, rank, gradients: emitted.append(recv), listener=Listener())
+        local.engage(None)
+        local.resolve(2, [torch.ones(2, dtype=F64)])
+        local.step()
+    # While the gradient of the other send is missing: nothing of what was withdrawn is in the way.
+    assert emitted == [1]
+
+
+def test_a_hook_that_is_registered_after_a_scan_ahead_runs() -> None:
+    context, leaf = DistributedContext(1), leaf_of(2.0)
+    product: Any = leaf * 3
+    send(context, 1, product)
+    context.scan_ahead()
+    node = product.grad_fn.next_functions[0][0]
+    seen: list[list[float]] = []
+    node.register_hook(lambda inner, outer: seen.append(outer[0].tolist()))
+    backward(context, {1: 1.0})
+    assert seen == [[3.0, 3.0]]
+
+
+def test_a_scan_ahead_waits_for_nobody() -> None:
+    context = DistributedContext(1)
+    send(context, 1, leaf_of(2.0) * 3)
+    with context.lock:
+        other = threading.Thread(target=context.scan_ahead)
+        other.start()
+        other.join()
+        assert context.ahead is None
+    context.scan_ahead()
+    assert context.ahead is not None
