@@ -1,8 +1,6 @@
 """Which receive gets which message, by source and tag, in the order of the calls; what errors say of the members."""
 
-import itertools
-
-import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -12,30 +10,8 @@ from hvlike.torch_distributed.point_to_point import Matching
 from hvlike.torch_distributed.tensor_bytes import bytes_to_send
 
 
-@pytest.fixture
-def matching() -> Matching[str, str]:
-    return Matching()
-
-
-def test_receives_wait_in_the_order_of_their_calls(matching: Matching[str, str]) -> None:
-    assert matching.receive(2, 0, "for 2") is None
-    assert matching.receive(None, 0, "for any") is None
-    assert matching.receive(1, 0, "for 1") is None
-    assert matching.arrive(1, 0, "x") == "for any"
-    assert matching.arrive(1, 0, "y") == "for 1"
-    assert matching.arrive(1, 0, "z") is None
-    assert matching.arrive(2, 0, "w") == "for 2"
-
-
-def test_any_source_takes_the_earliest_that_has_come(matching: Matching[str, str]) -> None:
-    for source, text in ((2, "a"), (1, "b"), (2, "c")):
-        matching.arrive(source, 0, text)
-    assert matching.receive(1, 0, "r") == (1, "b")
-    assert matching.receive(None, 0, "r") == (2, "a")
-    assert matching.receive(None, 0, "r") == (2, "c")
-
-
-def test_receives_of_a_lost_rank_are_taken_out(matching: Matching[str, str]) -> None:
+def test_receives_of_a_lost_rank_are_taken_out() -> None:
+    matching: Matching[str, str] = Matching()
     for source, name in ((1, "a"), (2, "b"), (None, "c")):
         matching.receive(source, 7, name)
     assert matching.take_receives(lambda source, _: source in (None, 1)) == ["a", "c"]
@@ -45,45 +21,35 @@ def test_receives_of_a_lost_rank_are_taken_out(matching: Matching[str, str]) -> 
     assert matching.receive(1, 7, "d") is None
 
 
+Waiting = tuple[int | None, int, int]
+"""Source, tag and number of a message or a receive."""
+
 EVENTS = st.lists(
     st.tuples(st.booleans(), st.integers(0, 2), st.integers(0, 1), st.booleans()), min_size=1, max_size=40
 )
 
 
 @given(EVENTS)
-def test_none_waits_for_what_is_there_and_order_is_kept(events: list[tuple[bool, int, int, bool]]) -> None:
-    matching: Matching[int, tuple[int | None, int]] = Matching()
-    numbers = itertools.count()
-    got: dict[tuple[int, int], list[int]] = {}
-    messages: list[tuple[int, int]] = []
-    receives: list[tuple[int | None, int]] = []
-    for is_message, source, tag, is_any in events:
+def test_each_takes_the_earliest_that_fits_it(events: list[tuple[bool, int, int, bool]]) -> None:
+    matching: Matching[int, int] = Matching()
+    messages: list[Waiting] = []
+    receives: list[Waiting] = []
+    for number, (is_message, source, tag, is_any) in enumerate(events):
+        mine = (None if is_any and not is_message else source, tag, number)
+        others, own = (receives, messages) if is_message else (messages, receives)
+        fitting = [each for each in others if each[1] == tag and (each[0] == mine[0] or None in (each[0], mine[0]))]
+        expected = fitting[0] if fitting else None
         if is_message:
-            number = next(numbers)
-            receive = matching.arrive(source, tag, number)
-            if receive is None:
-                messages.append((source, tag))
-            else:
-                assert receive[0] in (None, source)
-                receives.remove(receive)
-                got.setdefault((source, tag), []).append(number)
+            assert matching.arrive(source, tag, number) == (expected and expected[2])
         else:
-            wanted = None if is_any else source
-            found = matching.receive(wanted, tag, (wanted, tag))
-            if found is None:
-                receives.append((wanted, tag))
-            else:
-                assert wanted in (None, found[0])
-                messages.remove((found[0], tag))
-                got.setdefault((found[0], tag), []).append(found[1])
-        for wanted, its_tag in receives:
-            assert not any(tag == its_tag and wanted in (None, source) for source, tag in messages)
-    assert all(numbers == sorted(numbers) for numbers in got.values())
+            assert matching.receive(mine[0], tag, number) == (expected and (expected[0], expected[2]))
+        if expected:
+            others.remove(expected)
+        else:
+            own.append(mine)
 
 
 def test_a_transfer_ends_once_and_tells_everybody() -> None:
-    import torch
-
     transfer = Transfer(bytes_to_send(torch.ones(2)), 0)
     told: list[str] = []
     transfer.add_done(lambda: told.append("early"))
