@@ -14,6 +14,11 @@ from hvlike.system.system import system
 KEY = ("allreduce", "x")
 
 
+@pytest.fixture(autouse=True)
+def _warnings_are_seen(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING, logger="hvlike")
+
+
 class Loop:
     """Does at once what is posted; time is over at once."""
 
@@ -54,8 +59,7 @@ def test_a_coordinator_that_is_stuck_is_reported_and_the_wait_ends_at_its_limit(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     job = Job({}, StallLimits(1.0, 5.0))
-    with caplog.at_level(logging.WARNING, logger="hvlike"):
-        assert job.check(4.0, agreed=False) is None
+    assert job.check(4.0, agreed=False) is None
     assert "rank 2 has waited for 4 s in allreduce 'x', and nobody can say for which rank: rank 0" in caplog.text
     assert "\n  rank 0 does not answer; seen 0" in caplog.text
     error = job.check(5.0, agreed=False)
@@ -65,8 +69,7 @@ def test_a_coordinator_that_is_stuck_is_reported_and_the_wait_ends_at_its_limit(
 
 def test_on_several_nodes_the_leader_of_its_own_is_asked_too(caplog: pytest.LogCaptureFixture) -> None:
     job = Job({0: ""}, StallLimits(1.0, 5.0), leader=1)
-    with caplog.at_level(logging.WARNING, logger="hvlike"):
-        assert job.check(4.0, agreed=False) is None
+    assert job.check(4.0, agreed=False) is None
     assert sorted(job.asked) == [0, 1]
     assert "nobody can say for which rank: rank 1, through which this node asks, is stuck" in caplog.text
     assert "\n  rank 1 does not answer; seen 1" in caplog.text
@@ -83,8 +86,7 @@ def test_a_coordinator_that_was_only_busy_does_not_end_a_long_wait() -> None:
 
 def test_data_that_do_not_come_are_asked_for_at_the_neighbours(caplog: pytest.LogCaptureFixture) -> None:
     job = Job({0: "", 1: "  File x, in fail"}, StallLimits(1.0))
-    with caplog.at_level(logging.WARNING, logger="hvlike"):
-        assert job.check(4.0, agreed=True) is None
+    assert job.check(4.0, agreed=True) is None
     assert sorted(job.asked) == [0, 1, 3]
     assert "rank 2 has waited for 4 s in allreduce 'x', for the data: all ranks have asked for it" in caplog.text
     assert (
@@ -161,8 +163,7 @@ def test_it_asks_and_reports_where_they_are(clock: Clock, caplog: pytest.LogCapt
     assert not late.is_due
     clock.now += 1
     assert late.is_due
-    with caplog.at_level(logging.WARNING, logger="hvlike"):
-        assert inspect(late, query, [1, 2, 3], clock, {1: "  File x, in fail", 3: ""}) is None
+    assert inspect(late, query, [1, 2, 3], clock, {1: "  File x, in fail", 3: ""}) is None
     assert asked == [1, 2, 3]
     assert "shutdown(), 160 s ago; ranks 1, 2, 3 have not." in caplog.text
     assert "  rank 1 is at\n  File x, in fail\n  rank 2 does not answer; seen 2\n  rank 3 waits inside" in caplog.text
