@@ -1,11 +1,17 @@
-"""Gradients: what a rank contributes and gets back, which buckets start early, and how they travel together."""
+"""Gradients: what a rank contributes and gets back, which buckets start early, their sizes, how a pass ends."""
+
+import sys
+import threading
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor
 
 from hvlike.backends.fusion_buffer import SMALL_BYTES
-from hvlike.collectives.requests.plan import Plan
+from hvlike.collectives.requests.plan import BucketSizes, Plan
+from hvlike.training.autotune import BUCKET_BYTES, StepSampler, fastest, make_candidates
+from hvlike.training.ddp.end_of_backward import Collected, ModulePass, collecting, collection, next_number, next_turn
 from hvlike.training.gradients.contributions import contributions, lacking, look_at, take_back
 from hvlike.training.gradients.early_starts import SLOW_STEPS, EarlyStarts, Mover, choose_mover
 from hvlike.training.gradients.grad_state import GradState
@@ -226,3 +232,159 @@ def test_other_shapes_and_dtypes_do_not_fit() -> None:
     assert not packing.fits([torch.zeros(3)])
     assert not packing.fits([torch.zeros(2, dtype=torch.float64)])
     assert not packing.fits([])
+
+
+class Module:
+    """What ModuleGradients does with its passes."""
+
+    def __init__(self, number: int, ended: list[int]) -> None:
+        self.number = number
+        self.running: ModulePass | None = None
+        self._ended = ended
+
+    def arm(self, _: Tensor) -> None:
+        """A hook of an output."""
+        if self.running is None or not self.running.sees(None):
+            self.running = ModulePass(None)
+            self.running.call_at_end(self.number, self.end)
+
+    def end(self) -> None:
+        self._ended.append(self.number)
+
+
+def backward(*modules: Module, fail: Callable[[Tensor], None] | None = None) -> Tensor:
+    weight = torch.ones(2, requires_grad=True)
+    if fail is not None:
+        weight.register_hook(fail)
+    output = weight * 2
+    for module in modules:
+        output.register_hook(module.arm)
+    output.sum().backward()
+    return weight
+
+
+def test_a_pass_ends_once() -> None:
+    ended: list[int] = []
+    module = Module(1, ended)
+    running = []
+    backward(module, fail=lambda _: running.append(module.running is not None and module.running.armed))
+    assert running == [True]
+    assert ended == [1]
+    assert module.running is not None
+    assert not module.running.armed
+
+
+def test_a_pass_that_fails_is_not_armed_any_more() -> None:
+    ended: list[int] = []
+    module = Module(1, ended)
+
+    def fail(_: Tensor) -> None:
+        raise ArithmeticError("of the program")
+
+    with pytest.raises(ArithmeticError):
+        backward(module, fail=fail)
+    assert module.running is not None
+    assert not module.running.armed
+    assert not module.running.sees(None)
+    backward(module)
+    assert ended == [1]
+
+
+def test_modules_end_in_the_order_of_their_numbers_whichever_was_armed_first() -> None:
+    first, second = next_number(), next_number()
+    assert first < second
+    assert next_turn() > next_turn()
+    for numbers in ((first, second), (second, first)):
+        ended: list[int] = []
+        backward(*(Module(number, ended) for number in numbers))
+        assert ended == [first, second]
+
+
+def test_a_pass_in_parts_is_known_by_what_collects_them() -> None:
+    collected = Collected({})
+    running = ModulePass(collected)
+    assert running.reduces
+    assert running.sees(collected)
+    assert not running.sees(Collected({}))
+    assert not running.sees(None)
+
+
+KEY = "hvlike.training.ddp.end_of_backward"
+
+
+def test_a_pass_within_a_pass_has_its_own() -> None:
+    outer, inner = Collected({}), Collected({})
+    with collecting(outer):
+        with collecting(inner):
+            assert collection() is inner
+        assert collection() is outer
+    assert collection() is None
+
+
+def test_references_are_counted() -> None:
+    """Past bug: torch 2.5 drops a reference that it has not counted; the process died of that."""
+    outer, inner = Collected({}), Collected({})
+    before = sys.getrefcount(outer), sys.getrefcount(inner)
+    for _ in range(10):
+        with collecting(outer), collecting(inner):
+            assert collection() is inner
+        assert collection() is None
+    assert (sys.getrefcount(outer), sys.getrefcount(inner)) == before
+
+
+@pytest.mark.skipif(not hasattr(torch._C, "_remove_obj_from_tls"), reason="this torch can only put things there")
+def test_nothing_is_left_in_a_thread_for_its_end() -> None:
+    """Past bug: torch drops a thread's objects after Python is done with it; at the end of the process that aborted."""
+    left = []
+
+    def run() -> None:
+        with collecting(Collected({})):
+            pass
+        left.append(torch._C._is_key_in_tls(KEY))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert left == [False]
+
+
+MIB = 1 << 20
+
+
+def test_the_drawing_in_the_docstring() -> None:
+    sampler = StepSampler(3)
+    served = [1, 2, 3, 4, 5, 6, 7, 1, 2, 3, 4]
+    complete = [sampler.step_ended(count, float(now)) is not None for now, count in enumerate(served)]
+    assert [now for now, ended in enumerate(complete) if ended] == [3, 6, 10]
+
+
+def test_a_sample_is_the_median_of_its_steps() -> None:
+    sampler = StepSampler(3)
+    ends = [0.0, 1.0, 1.1, 9.0]
+    assert [sampler.step_ended(served, now) for served, now in enumerate(ends, 1)] == [None, None, None, 1.0]
+
+
+def test_what_happens_between_samples_is_not_counted() -> None:
+    sampler = StepSampler(1)
+    sampler.step_ended(1, 0.0)
+    assert sampler.step_ended(2, 2.0) == 2.0
+    sampler.resume(10.0)
+    assert sampler.step_ended(3, 11.5) == 1.5
+
+
+@pytest.mark.parametrize("start", [BucketSizes(8 * MIB, 8 * MIB), BucketSizes(4 * MIB, 4 * MIB), BucketSizes(9, 4)])
+def test_the_sizes_in_use_come_first_and_none_comes_twice(start: BucketSizes) -> None:
+    table = make_candidates(start)
+    assert table[0] == start
+    assert len(set(table)) == len(table)
+    assert {each.bucket_bytes for each in table} == {start.bucket_bytes, *BUCKET_BYTES}
+
+
+def test_a_first_bucket_that_is_smaller_stays_so() -> None:
+    assert {each.first_bucket_bytes for each in make_candidates(BucketSizes(8 * MIB, 17))} == {17}
+    assert all(each.first_bucket_bytes == each.bucket_bytes for each in make_candidates(BucketSizes(3, 3)))
+
+
+def test_one_lucky_sample_does_not_win() -> None:
+    first, second = [3.0, 1.0, 2.0], [3.0, 4.0, 2.0]
+    assert fastest(first + second, 3) == 2
