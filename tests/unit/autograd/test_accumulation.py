@@ -38,14 +38,6 @@ def test_one_that_lies_otherwise_than_the_leaf_is_copied(gradient: Tensor, leaf:
     torch.testing.assert_close(gradients[leaf], gradient.float())
 
 
-def test_one_that_others_have_is_copied_and_not_written_to() -> None:
-    leaf, gradient, gradients = leaf_of(3), torch.ones(3), dict[Tensor, Tensor]()
-    for _ in range(3):
-        accumulate(gradients, leaf, gradient, sole=False)
-    assert gradients[leaf].tolist() == [3.0] * 3
-    assert gradient.tolist() == [1.0] * 3
-
-
 def test_what_was_fetched_before_shows_the_new_sum() -> None:
     leaf, gradients = leaf_of(3), dict[Tensor, Tensor]()
     accumulate(gradients, leaf, torch.ones(3), sole=False)

@@ -25,13 +25,9 @@ from hvlike.collectives.requests.reduction import (
 )
 
 
-@pytest.mark.parametrize(
-    ("shape", "strides"),
-    [((), ()), ((5,), (1,)), ((2, 3, 4), (12, 4, 1)), ((3, 0, 2), (2, 2, 1)), ((1, 1), (1, 1)), ((4, 1, 2), (2, 2, 1))],
-)
-def test_row_by_row(shape: tuple[int, ...], strides: tuple[int, ...]) -> None:
-    assert row_by_row(shape) == strides
-    assert torch.empty(shape).stride() == strides
+@pytest.mark.parametrize("shape", [(), (5,), (2, 3, 4), (3, 0, 2), (1, 1), (4, 1, 2)])
+def test_row_by_row(shape: tuple[int, ...]) -> None:
+    assert row_by_row(shape) == torch.empty(shape).stride()
 
 
 @pytest.mark.parametrize(

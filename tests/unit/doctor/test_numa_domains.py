@@ -97,14 +97,7 @@ def module(number: int) -> str:
 def test_two_sockets_of_four_domains_with_a_rank_on_each(epyc: Machine) -> None:
     assert said(epyc.job((lies(socket(each), each) for each in range(8)), MPIRUN)) == [
         "ok alpha: ranks 0-7 on NUMA domains 0-7",
-        "alpha: rank 0: cores of domain 0, own memory on domain 0",
-        "alpha: rank 1: cores of domain 1, own memory on domain 1",
-        "alpha: rank 2: cores of domain 2, own memory on domain 2",
-        "alpha: rank 3: cores of domain 3, own memory on domain 3",
-        "alpha: rank 4: cores of domain 4, own memory on domain 4",
-        "alpha: rank 5: cores of domain 5, own memory on domain 5",
-        "alpha: rank 6: cores of domain 6, own memory on domain 6",
-        "alpha: rank 7: cores of domain 7, own memory on domain 7",
+        *(f"alpha: rank {each}: cores of domain {each}, own memory on domain {each}" for each in range(8)),
         "alpha: memory that the ranks share on domains 0-7",
     ]
 
@@ -133,10 +126,7 @@ def test_two_sockets_of_four_domains_with_a_core_for_each_rank(epyc: Machine) ->
 def test_gh200_with_a_rank_on_each_module(gh200: Machine) -> None:
     assert said(gh200.job((lies(module(each), each) for each in range(4)), SRUN)) == [
         "ok alpha: ranks 0-3 on NUMA domains 0-3",
-        "alpha: rank 0: cores of domain 0, own memory on domain 0",
-        "alpha: rank 1: cores of domain 1, own memory on domain 1",
-        "alpha: rank 2: cores of domain 2, own memory on domain 2",
-        "alpha: rank 3: cores of domain 3, own memory on domain 3",
+        *(f"alpha: rank {each}: cores of domain {each}, own memory on domain {each}" for each in range(4)),
         "alpha: memory that the ranks share on domains 0-3",
     ]
 

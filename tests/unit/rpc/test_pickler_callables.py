@@ -115,11 +115,6 @@ def test_what_has_no_name_is_refused_as_pickle_does(make: Callable[[], Any]) -> 
     assert travel([torch.zeros(1)])[0].item() == 0
 
 
-def test_futures_are_refused() -> None:
-    with pytest.raises(RuntimeError, match=r"Can not pickle torch.futures.Future"):
-        pack((len, ([torch.futures.Future()],), {}), Outgoing(1))
-
-
 def test_a_name_that_is_missing_here(monkeypatch: pytest.MonkeyPatch) -> None:
     module = types.ModuleType("rpc_only_there")
     exec("def function(): pass\nclass Class:\n def method(self): pass", module.__dict__)
@@ -161,7 +156,7 @@ def test_undo_is_called_backwards_when_packing_fails() -> None:
     outgoing.undo += [functools.partial(calls.append, number) for number in range(3)]
     pack(torch.ones(1), outgoing)
     assert calls == []
-    with pytest.raises(RuntimeError, match="Future"):
+    with pytest.raises(RuntimeError, match=r"Can not pickle torch.futures.Future"):
         pack(torch.futures.Future(), outgoing)
     assert calls == [2, 1, 0]
 

@@ -23,13 +23,6 @@ from hvlike.torch_distributed.tensor_bytes import bytes_to_send
 FIRST, SECOND = (0, 1), (1, 1)
 
 
-def test_a_call_is_answered_at_once() -> None:
-    table = Table()
-    assert table.call(FIRST, "set", "key", b"value") == [(FIRST, Answer(True, None))]
-    assert table.call(FIRST, "get", "key") == [(FIRST, Answer(True, b"value"))]
-    assert table.call(SECOND, "check", ["key", "other"]) == [(SECOND, Answer(True, False))]
-
-
 def test_who_waits_for_a_key_is_answered_after_the_call_that_sets_it() -> None:
     table = Table()
     assert table.call(FIRST, "get", "key") == []
@@ -70,19 +63,6 @@ def test_nobody_waits_once_somebody_has_left() -> None:
     assert table.call(SECOND, "get", "never") == [(SECOND, lost)]
     table.call(SECOND, "set", "never", b"now")
     assert table.call(SECOND, "get", "never") == [(SECOND, Answer(True, b"now"))]
-
-
-def test_compare_set_as_tcp_store_has_it() -> None:
-    table = Table()
-    steps = [
-        (("new", b"other", b"mine"), b"other"),  # Missing: not set
-        (("new", b"", b"mine"), b"mine"),
-        (("new", b"", b"late"), b"mine"),
-        (("new", b"mine", b"second"), b"second"),
-    ]
-    for arguments, told in steps:
-        assert table.call(FIRST, "compare_set", *arguments) == [(FIRST, Answer(True, told))]
-    assert table.call(FIRST, "num_keys") == [(FIRST, Answer(True, 1))]
 
 
 def world(rank: int, size: int) -> Any:

@@ -216,7 +216,6 @@ def test_first_sharers(tensors: list[Tensor], expected: list[int]) -> None:
 
 
 def test_one_owner() -> None:
-    assert assign_owners([[9, 7, 5, 3]], 2) == [[0, 1, 1, 0]]
     assert assign_owners([[9, 7, 5], [3, 2]], 2, [0, 1, 2, 0, 1]) == [[0, 1, 1], [0, 1]]
     partition = Partition([{"params": [BASE[:6], torch.zeros(6)]}, {"params": [BASE[3:9]]}], 3)
     assert partition.owners[0] == partition.owners[2]
