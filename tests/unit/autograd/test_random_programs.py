@@ -89,11 +89,6 @@ def test_every_operation_is_in_some_program() -> None:
     assert {step.change for step in steps if isinstance(step, ChangeInPlace)} == set(CHANGES)
 
 
-def test_a_program_is_the_same_wherever_it_is_drawn() -> None:
-    draw_program.cache_clear()
-    assert [draw_program(*key) for key in KEYS] == PROGRAMS
-
-
 def test_fast_can_run_some_and_not_others() -> None:
     used = [run_in_one_process(key).every_result_is_used for key in KEYS[::10]]
     assert 5 < sum(used) < 25

@@ -59,16 +59,23 @@ def test_backends() -> None:
         settle_options("gloo", None, None, None)
 
 
-@pytest.mark.parametrize("threads", [0, -1, 1.5, "16", True, None])
-def test_numbers_of_threads_that_cannot_be(threads: Any) -> None:
-    with pytest.raises(UsageError, match="num_worker_threads must be an int of at least 1"):
-        RpcBackendOptions(num_worker_threads=threads)
+NO_THREADS = "num_worker_threads must be an int of at least 1"
+NO_SECONDS = "rpc_timeout must be a number of seconds, 0 for no limit"
 
 
-@pytest.mark.parametrize("seconds", [-1, float("nan"), "60", None, True])
-def test_time_limits_that_cannot_be(seconds: Any) -> None:
-    with pytest.raises(UsageError, match=r"rpc_timeout must be a number of seconds, 0 for no limit"):
-        RpcBackendOptions(rpc_timeout=seconds)
+@pytest.mark.parametrize(
+    ("option", "text", "values"),
+    [
+        ("num_worker_threads", NO_THREADS, [0, -1, 1.5, "16", True, None]),
+        ("rpc_timeout", NO_SECONDS, [-1, float("nan"), "60", None, True]),
+        ("cloudpickle", "cloudpickle must be True or False", ["yes"]),
+    ],
+    ids=["threads", "time limit", "cloudpickle"],
+)
+def test_options_that_cannot_be(option: str, text: str, values: list[Any]) -> None:
+    for value in values:
+        with pytest.raises(UsageError, match=text):
+            RpcBackendOptions(**{option: value})
 
 
 @pytest.mark.parametrize(("seconds", "taken"), [(0, 0.0), (0.001, 0.001), (60, 60.0), (float("inf"), float("inf"))])
@@ -87,8 +94,6 @@ def test_options_of_others_are_refused() -> None:
     for options in ({"rpc_timeout": 5}, torch.distributed.rpc.TensorPipeRpcBackendOptions()):
         with pytest.raises(UsageError, match=r"rpc_backend_options must be hvlike\.rpc\.RpcBackendOptions"):
             settle_options(None, options, None, None)
-    with pytest.raises(UsageError, match="cloudpickle must be True or False"):
-        RpcBackendOptions(cloudpickle="yes")  # type: ignore[arg-type]
 
 
 def gpu(number: int) -> torch.device:

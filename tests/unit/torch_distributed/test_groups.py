@@ -180,29 +180,33 @@ def test_a_transfer_ends_once_and_tells_everybody() -> None:
     assert told == ["early", "late"]
 
 
-def test_who_has_not_made_the_call_is_missing() -> None:
-    text = describe_missing({1: MemberAnswer(4, "", "  File train.py, line 7"), 2: MemberAnswer(5, "barrier()", "")}, 5)
-    assert text.startswith("Missing: rank 1.")
-    assert "has made 4 calls in it and is at\n  File train.py, line 7" in text
-    assert "2" not in text
-
-
-def test_a_member_without_the_group_has_not_made_it() -> None:
-    assert "Rank 3 has not made this group and waits inside hvlike." in describe_missing(
-        {3: MemberAnswer(-1, "", "")}, 1
-    )
-
-
-def test_who_does_not_answer_is_named() -> None:
-    text = describe_missing({1: None, 2: MemberAnswer(9, "", "")}, 9)
-    assert "No answer from rank 1" in text
-    assert "Missing" not in text
-
-
-def test_where_all_have_made_the_call_it_says_what_each_has_called() -> None:
-    text = describe_missing({1: MemberAnswer(2, "broadcast(float32 [5])", "")}, 2)
-    assert "All have made this call" in text
-    assert "rank 1 broadcast(float32 [5])" in text
+@pytest.mark.parametrize(
+    ("answers", "number", "said", "unsaid"),
+    [
+        (
+            {1: MemberAnswer(4, "", "  File train.py, line 7"), 2: MemberAnswer(5, "barrier()", "")},
+            5,
+            ["Missing: rank 1.", "has made 4 calls in it and is at\n  File train.py, line 7"],
+            "2",
+        ),
+        # A member without the group.
+        ({3: MemberAnswer(-1, "", "")}, 1, ["Rank 3 has not made this group and waits inside hvlike."], "No answer"),
+        ({1: None, 2: MemberAnswer(9, "", "")}, 9, ["No answer from rank 1"], "Missing"),
+        (
+            {1: MemberAnswer(2, "broadcast(float32 [5])", "")},
+            2,
+            ["All have made this call", "rank 1 broadcast(float32 [5])"],
+            "Missing",
+        ),
+    ],
+    ids=["behind", "without the group", "silent", "all have called"],
+)
+def test_it_says_who_has_not_made_the_call_or_what_each_has_called(
+    answers: dict[int, MemberAnswer | None], number: int, said: list[str], unsaid: str
+) -> None:
+    text = describe_missing(answers, number)
+    assert [each for each in said if each not in text] == []
+    assert unsaid not in text
 
 
 def test_calls_that_were_long_ago_are_not_described() -> None:

@@ -80,10 +80,7 @@ def test_a_gradient_that_no_pass_has_used_is_copied_and_counts_as_nothing() -> N
 
 def test_sparse_gradients_go_dense_and_come_back_sparse() -> None:
     gradient = torch.ones(2).to_sparse()
-    parameter = torch.zeros(2, requires_grad=True)
-    parameter.grad = gradient
-    slot = GradState("weight", parameter, 0)
-    slot.handed_over = gradient
+    slot = slot_of(gradient, arrived=gradient)
     (wire,) = contributions([slot], (), densify=True)
     assert wire.layout is torch.strided
     wire.mul_(2)
@@ -192,13 +189,9 @@ def test_one_bucket_or_what_the_user_has_set_is_not_moved_by_hooks() -> None:
         assert early.mover is Mover.NOTHING
 
 
-def some_tensors() -> list[torch.Tensor]:
-    large = torch.arange(SMALL_BYTES // 2, dtype=torch.float32).reshape(2, -1).t()
-    return [torch.tensor(3), torch.ones(2, 3), large, torch.full((4,), 2.0), torch.empty(0)]
-
-
 def test_small_tensors_of_one_owner_and_dtype_share_a_piece() -> None:
-    tensors = some_tensors()
+    large = torch.arange(SMALL_BYTES // 2, dtype=torch.float32).reshape(2, -1).t()
+    tensors = [torch.tensor(3), torch.ones(2, 3), large, torch.full((4,), 2.0), torch.empty(0)]
     packing = Packing(tensors, [0, 0, 1, 1, 0])
     operands = packing.pack(tensors)
     assert packing.owners == [0, 0, 1, 1]
@@ -252,7 +245,7 @@ class Module:
         self._ended.append(self.number)
 
 
-def backward(*modules: Module, fail: Callable[[Tensor], None] | None = None) -> Tensor:
+def backward(*modules: Module, fail: Callable[[Tensor], None] | None = None) -> None:
     weight = torch.ones(2, requires_grad=True)
     if fail is not None:
         weight.register_hook(fail)
@@ -260,7 +253,6 @@ def backward(*modules: Module, fail: Callable[[Tensor], None] | None = None) -> 
     for module in modules:
         output.register_hook(module.arm)
     output.sum().backward()
-    return weight
 
 
 def test_a_pass_ends_once() -> None:
