@@ -71,19 +71,20 @@ def said(given: Case) -> list[str]:
     return [f"{lines[start][:4].strip()} {lines[start][20:]}", *(line[20:] for line in lines[start + 1 : end])]
 
 
-@pytest.fixture
-def epyc(tmp_path: Path) -> Machine:
+@pytest.fixture(scope="module")
+def epyc(tmp_path_factory: pytest.TempPathFactory) -> Machine:
     """Two sockets of four domains, 16 cores each with two hardware threads."""
     cpus = {number: f"{16 * number}-{16 * number + 15},{16 * number + 128}-{16 * number + 143}" for number in range(8)}
-    return Machine(tmp_path, cpus, threads_per_core=2)
+    return Machine(tmp_path_factory.mktemp("epyc"), cpus, threads_per_core=2)
 
 
-@pytest.fixture
-def gh200(tmp_path: Path) -> Machine:
+@pytest.fixture(scope="module")
+def gh200(tmp_path_factory: pytest.TempPathFactory) -> Machine:
     """Four modules of 72 cores; the memory of their GPUs is four domains more, and 28 are kept for parts of GPUs."""
     cores = {number: f"{72 * number}-{72 * number + 71}" for number in range(4)}
     gpus = {4 + 8 * number: "" for number in range(4)}
-    return Machine(tmp_path, {**dict.fromkeys(range(36), ""), **cores}, bare=set(range(36)) - {0, 1, 2, 3, *gpus})
+    cpus = {**dict.fromkeys(range(36), ""), **cores}
+    return Machine(tmp_path_factory.mktemp("gh200"), cpus, bare=set(range(36)) - {0, 1, 2, 3, *gpus})
 
 
 def socket(number: int) -> str:
@@ -198,8 +199,8 @@ def test_memory_has_to_lie_elsewhere_where_a_domain_has_none(tmp_path: Path) -> 
     assert said(machine.job([lies("0-3", 0), lies("4-7", 0)], MPIRUN))[0].startswith("ok ")
 
 
-def test_domains_that_the_job_did_not_get_are_not_missed(epyc: Machine) -> None:
-    epyc.all = parse_numbers("0-31")
+def test_domains_that_the_job_did_not_get_are_not_missed(epyc: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(epyc, "all", parse_numbers("0-31"))
     assert said(epyc.job([lies("0-15", 0), lies("16-31", 1)], SRUN))[0] == "ok alpha: ranks 0-1 on NUMA domains 0-1"
 
 
