@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from support.autograd.operations import CHANGES, OPERATIONS
@@ -38,21 +39,12 @@ def goes_round(program: Program) -> bool:
     return False
 
 
+def steps(program: Program, kind: type) -> list[Any]:
+    return [step for routine in program.routines for step in routine.steps if isinstance(step, kind)]
+
+
 def has(kind: type) -> Callable[[Program], bool]:
-    return lambda program: any(isinstance(step, kind) for routine in program.routines for step in routine.steps)
-
-
-def sends_a_tensor_twice(program: Program) -> bool:
-    return any(
-        len(set(step.values)) < len(step.values)
-        for routine in program.routines
-        for step in routine.steps
-        if isinstance(step, Run)
-    )
-
-
-def passes_a_reference_on(program: Program) -> bool:
-    return any(bool(step.references) for routine in program.routines for step in routine.steps if isinstance(step, Run))
+    return lambda program: bool(steps(program, kind))
 
 
 WANTED: dict[str, Callable[[Program], bool]] = {
@@ -61,7 +53,9 @@ WANTED: dict[str, Callable[[Program], bool]] = {
         program.routines[callee].worker == program.routines[caller].worker
         for callee, caller in callers(program).items()
     ),
-    "a tensor twice in one message": sends_a_tensor_twice,
+    "a tensor twice in one message": lambda program: any(
+        len(set(step.values)) < len(step.values) for step in steps(program, Run)
+    ),
     "several roots": lambda program: any(len(each.roots) > 1 for each in program.passes),
     "several passes over one graph": lambda program: len(program.passes) > 1,
     "a pass that another worker begins": lambda program: any(each.distant for each in program.passes),
@@ -72,7 +66,7 @@ WANTED: dict[str, Callable[[Program], bool]] = {
     "RRefs by remote": has(Remote),
     "RRefs of the caller": has(Refer),
     "to_here": has(Fetch),
-    "an RRef as an argument": passes_a_reference_on,
+    "an RRef as an argument": lambda program: any(step.references for step in steps(program, Run)),
     "sparse gradients": has(Lookup),
 }
 
@@ -84,9 +78,8 @@ def test_there_are_enough_programs_with(what: str) -> None:
 
 
 def test_every_operation_is_in_some_program() -> None:
-    steps = [step for program in PROGRAMS for routine in program.routines for step in routine.steps]
-    assert {step.operation for step in steps if isinstance(step, Apply)} == set(OPERATIONS)
-    assert {step.change for step in steps if isinstance(step, ChangeInPlace)} == set(CHANGES)
+    assert {step.operation for program in PROGRAMS for step in steps(program, Apply)} == set(OPERATIONS)
+    assert {step.change for program in PROGRAMS for step in steps(program, ChangeInPlace)} == set(CHANGES)
 
 
 def test_fast_can_run_some_and_not_others() -> None:
