@@ -170,11 +170,6 @@ def load_mpi(*, serialized: bool = False, threads_go_on: bool = False) -> Module
     meanwhile; for Open MPI. Raises: LaunchError if no MPI library loads, MPI is finalised already, or its thread level
     is too low.
     """
-    if "mpi4py.MPI" not in sys.modules:
-        _configure_mpi4py(serialized=serialized)
-        os.environ.setdefault(EAGER_LIMIT, str(EAGER_BYTES))
-        os.environ.setdefault(_MVAPICH_BINDS, "0")
-        warn_if_shm_full()
     mpi = _import_mpi()
     if mpi.Is_finalized():
         raise LaunchError(
@@ -182,7 +177,10 @@ def load_mpi(*, serialized: bool = False, threads_go_on: bool = False) -> Module
             "Remove the call: mpi4py finalises MPI by itself when the process ends."
         )
     if not mpi.Is_initialized():
-        level = _thread_level(mpi)
+        os.environ.setdefault(EAGER_LIMIT, str(EAGER_BYTES))
+        os.environ.setdefault(_MVAPICH_BINDS, "0")
+        warn_if_shm_full()
+        level = _thread_level(mpi, serialized=serialized)
         if threads_go_on:
             # mpi4py holds Python's lock in MPI_Init, so that no thread could report what that waits for.
             functions_of(mpi).MPI_Init_thread(None, None, level, ctypes.byref(ctypes.c_int()))
@@ -216,7 +214,12 @@ def eager_bytes(mpi: ModuleType, environ: Mapping[str, str]) -> int:
 
 
 def _import_mpi() -> ModuleType:
+    """The module, which does not start MPI where this is its first import."""
     try:
+        if "mpi4py.MPI" not in sys.modules:
+            import mpi4py
+
+            mpi4py.rc.initialize = mpi4py.rc.finalize = False
         from mpi4py import MPI
     except ModuleNotFoundError as error:
         if error.name not in ("mpi4py", "mpi4py.MPI"):
@@ -228,20 +231,12 @@ def _import_mpi() -> ModuleType:
     return MPI
 
 
-def _configure_mpi4py(*, serialized: bool) -> None:
-    # A missing mpi4py is reported by the import that follows.
-    with contextlib.suppress(ModuleNotFoundError):
-        from mpi4py import rc
-
-        if serialized:
-            rc.thread_level = "serialized"
-        rc.initialize = rc.finalize = False
-
-
-def _thread_level(mpi: ModuleType) -> int:
+def _thread_level(mpi: ModuleType, *, serialized: bool) -> int:
     """The level that mpi4py would ask for: what the program or the environment has chosen is judged afterwards."""
     from mpi4py import rc
 
+    if serialized:
+        rc.thread_level = "serialized"
     level: int = getattr(mpi, f"THREAD_{rc.thread_level.upper()}") if rc.threads else mpi.THREAD_SINGLE
     return level
 

@@ -75,10 +75,17 @@ def test_accepted_and_finalised(first: str) -> None:
         assert "finalised True" in done.stdout
 
 
-def test_mvapich_is_asked_not_to_bind_the_ranks_as_long_as_nobody_has_chosen() -> None:
+@pytest.mark.parametrize("first", ["", "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI"])
+def test_mvapich_is_asked_not_to_bind_the_ranks_as_long_as_nobody_has_chosen(first: str) -> None:
     for given, expected in (({}, "0"), ({"MV2_ENABLE_AFFINITY": "1"}, "1")):
-        done = run(f"{LOAD}\nimport os; print(os.environ['MV2_ENABLE_AFFINITY'])", given)
+        done = run(f"{first}\n{LOAD}\nimport os; print(os.environ['MV2_ENABLE_AFFINITY'])", given)
         assert done.stdout.splitlines()[-1] == expected, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("first", ["", "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI"])
+def test_less_is_asked_for_until_mpi_is_started(first: str) -> None:
+    done = run(f"{first}\n{LOAD.replace('load_mpi()', 'load_mpi(serialized=True)')}", {})
+    assert done.stdout == "level 2\n", done.stdout + done.stderr
 
 
 def test_import_does_not_start_mpi() -> None:

@@ -28,9 +28,9 @@ SHORTEST_REST_SECONDS, LONGEST_REST_SECONDS = 10e-6, 200e-6
 """How long who checks in a loop rests, while others change nothing: as if the system had taken its core for so long.
 hvlike takes a check of more than 500 us for one that another program has held up."""
 SHORTEST_LATE_SECONDS, LONGEST_LATE_SECONDS = 1e-3, 20e-3
+"""How late who sleeps for short times is woken, while others change nothing."""
 SHORTEST_SECONDS, LONGEST_SECONDS = 10e-6, 5e-3
 """For how long a thread is without a core."""
-"""How late who sleeps for short times is woken, while others change nothing."""
 STUCK_SECONDS = 50.0
 MOST_POINTS = 3_000_000  # After so many a job counts as one that never ends
 

@@ -22,7 +22,7 @@ class Hang(Exception):
 
 
 class Stuck(Exception):
-    """Whoever has the turn comes to no point for long of real time: it waits for what is not simulated."""
+    """Whoever has the turn comes to no point for a long real time: it waits for what is not simulated."""
 
 
 class SimulatedThread:
